@@ -32,8 +32,8 @@ from remat_jax.mesh import (
 )
 from remat_jax.policy import as_block_policy, is_off
 from remat_jax.train import plain
+from remat_jax.train.micro_batches import fewer_rows, micro_batched
 from remat_jax.train.parameters import check_trained, path_text, result_structs, split, structs
-from remat_jax.train.parts import value_and_grad_of_parts
 from remat_jax.train.updates import check_optimizer, updated
 
 Blocks = tuple[Block, ...]
@@ -108,6 +108,11 @@ class Workload:
     name: str
     own_loss: Callable[..., Any] | None
     """The user's loss; None for a finished step."""
+    micro_batches: int = 1
+    """The number of micro-batches in which a step computes the gradient; `batch` is one of them, `whole_batch` are all."""
+    whole_batch: tuple[Any, ...]
+    declared: str | None = None
+    """`"sum"` or `"mean"` if the loss was declared to be one over the examples, and not proved to be."""
 
     def __init__(
         self,
@@ -131,7 +136,8 @@ class Workload:
         if optimizer is not None:
             check_optimizer(optimizer)
         self.own = OwnCheckpoints(own_checkpoints)
-        self.batch, self.optimizer = structs(batch, "batch"), optimizer
+        self.batch = self.whole_batch = structs(batch, "batch")
+        self.optimizer = optimizer
         self._model = ModelArrays(params)
         self.params = structs(self._model.arrays, "params")
         self.mesh, self.shardings = on_mesh(mesh, shardings, self._model.arrays, batch)
@@ -167,6 +173,7 @@ class Workload:
         self.own_loss = None
         self.optimizer, self.trainable, self.mesh, self.shardings = None, None, None, ()
         self.params, self.batch, self.has_aux, self.donate = None, (), False, bool(donate_argnums)
+        self.whole_batch = ()
         self.blocks, self.name = _checked_blocks(blocks), name or str(getattr(step, "__name__", "step"))
         donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
         if not all(isinstance(index, int) and 0 <= index < len(args) for index in donated):
@@ -261,6 +268,13 @@ class Workload:
         workload.optimizer = optimizer
         return workload
 
+    def in_micro_batches(self, n: int, declared: str | None = None) -> Workload:
+        """The same step, with its gradient computed in `n` micro-batches (`train.micro_batches`)."""
+        workload = copy.copy(self)
+        workload.micro_batches, workload.declared = n, declared
+        workload.batch = fewer_rows(self.whole_batch, n, self._states)
+        return workload
+
     def with_policy(self, fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
         """`fn` with `policy` on the workload's blocks: a policy, policies by layer, or a mapping from block to either."""
         if not isinstance(policy, dict):
@@ -302,16 +316,17 @@ class Workload:
         loss = self.with_policy(self.loss, policy)
         return (lambda trained, frozen, *batch: loss(join(trained, frozen), *batch)), trained, frozen
 
-    def step(self, policy: Any, *, micro_batches: int = 1) -> TrainingStep:
-        """One training step under `policy`: the gradient, in `micro_batches` micro-batches, and the optimizer's update."""
+    def step(self, policy: Any) -> TrainingStep:
+        """One training step under `policy`: the gradient, and the optimizer's update."""
         if self._finished is not None:
             return dataclasses.replace(self._finished, function=self.with_policy(self._finished.function, policy))
         loss, trained, frozen = self.split_loss(policy)
-        gradient = value_and_grad_of_parts(loss, micro_batches, has_aux=self.has_aux)
+        n, declared = self.micro_batches, self.declared
+        gradient = micro_batched(loss, n, has_aux=self.has_aux, states=self._states, declared=declared)
         batch_names = tuple(f"batch[{index}]" for index in range(len(self.batch)))
         if self.optimizer is None:
             names = ("parameters", "frozen parameters", *batch_names)
-            return self._placed(TrainingStep(gradient, (trained, frozen, *self.batch), (), names), (None, 0))
+            return self._placed(TrainingStep(gradient, (trained, frozen, *self.whole_batch), (), names), (None, 0))
         state = result_structs(self.optimizer.init, trained)
 
         def update(trained: Any, state: Any, frozen: Any, *batch: Any) -> Any:
@@ -320,35 +335,14 @@ class Workload:
 
         names = ("parameters", "optimizer state", "frozen parameters", *batch_names)
         donated = (0, 1) if self.donate else ()
-        return self._placed(TrainingStep(update, (trained, state, frozen, *self.batch), donated, names), (0, 1, None))
-
-    def step_with_residuals(self, policy: Any) -> tuple[TrainingStep, Callable[..., Any]]:
-        """A step on the mesh that returns (residuals, gradients), and a function from the same arguments to residuals."""
-        loss, trained, frozen = self.split_loss(policy)
-        of_trained, of_frozen = self._parted(self.shardings[0])
-
-        def pullback(trained: Any, frozen: Any, *batch: Any) -> tuple[Any, Any]:
-            value, pullback, *_ = jax.vjp(lambda p: loss(p, frozen, *batch), trained, has_aux=self.has_aux)
-            return value, pullback
-
-        def kept(*arguments: Any) -> list[Any]:
-            return list(jax.tree.leaves(pullback(*arguments)[1]))
-
-        def function(*arguments: Any) -> tuple[list[Any], Any]:
-            value, back = pullback(*arguments)
-            (gradients,) = back(jnp.ones_like(value))
-            return jax.tree.leaves(back), pinned(gradients, of_trained)
-
-        places = (of_trained, of_frozen, *self.shardings[1:])
-        step = TrainingStep(under(self.mesh, function), (trained, frozen, *self.batch), (), (), self.mesh, places)
-        return step, under(self.mesh, kept)
+        return self._placed(TrainingStep(update, (trained, state, frozen, *self.whole_batch), donated, names), (0, 1, None))
 
     def _placed(self, step: TrainingStep, like: tuple[int | None, ...]) -> TrainingStep:
         """`step` on the mesh; result i gets the shardings of argument `like[i]`, or no constraint if `like[i]` is None."""
         if self.mesh is None:
             return step
         params, *batch = self.shardings
-        trained, frozen = self._parted(params)
+        trained, frozen = self.parted_shardings(params)
         if self.optimizer is None:
             places: tuple[Any, ...] = (trained, frozen, *batch)
         else:
@@ -361,7 +355,7 @@ class Workload:
 
         return dataclasses.replace(step, function=under(self.mesh, function), mesh=self.mesh, shardings=places)
 
-    def _parted(self, of_params: Any) -> tuple[Any, Any]:
+    def parted_shardings(self, of_params: Any) -> tuple[Any, Any]:
         """Split `of_params`, a pytree like `params`, into the values for trained and those for frozen parameters."""
         trained, frozen, _ = split(self.params, self.trainable)
         if self.trainable is None:

@@ -118,7 +118,7 @@ def test_a_change_that_the_workload_cannot_have_says_why():
 
 @pytest.mark.parametrize("word", ["head", ("head_in_chunks", "micro")])
 def test_unknown_words_are_named(word):
-    with pytest.raises(ArgumentError, match="is not a change; expected some of head_in_chunks, optimizer_on_host"):
+    with pytest.raises(ArgumentError, match="is not a change; expected some of head_in_chunks, micro_batches, "):
         rj.plan(job(), "1GiB", "cpu", allow=word)
 
 

@@ -150,8 +150,8 @@ def _kept(eqn: Any, excluded: Sequence[int]) -> Iterator[_Axis]:
 
 def _same_sizes(eqn: Any) -> Iterator[_Axis]:
     """The axes of a slice, a padding or an update that takes the whole dimension."""
-    whole, part = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    for axis in _kept(eqn, [dim for dim, (before, after) in enumerate(zip(whole, part, strict=True)) if before != after]):
+    whole = eqn.invars[0].aval.shape
+    for axis in _same_sizes_kept(eqn):
         (dim,) = axis.results
         padded = "padding_config" in eqn.params and dim is not None and any(eqn.params["padding_config"][dim])
         reversed_or_strided = dim is not None and (eqn.params.get("strides") or (1,) * len(whole))[dim] != 1
@@ -199,6 +199,10 @@ def _concatenate(eqn: Any) -> Iterator[_Axis]:
     return _kept(eqn, [eqn.params["dimension"]])
 
 
+def _tile(eqn: Any) -> Iterator[_Axis]:
+    return _kept(eqn, [dim for dim, repetitions in enumerate(eqn.params["reps"]) if repetitions != 1])
+
+
 def _along_axis(eqn: Any) -> Iterator[_Axis]:
     rank = eqn.invars[0].aval.ndim
     return _kept(eqn, [eqn.params.get("dimension", eqn.params.get("axis", rank - 1)) % rank])
@@ -236,13 +240,46 @@ def _gather(eqn: Any) -> Iterator[_Axis]:
             yield _Axis((dim, None), (place,))
 
 
+def _convolution(eqn: Any) -> Iterator[_Axis]:
+    numbers = eqn.params["dimension_numbers"]
+    if eqn.params["batch_group_count"] == 1:
+        yield _Axis((numbers.lhs_spec[0], None), (numbers.out_spec[0],))
+
+
+def _windows(eqn: Any) -> Iterator[_Axis]:
+    """The axes over which the windows of a pooling have size 1."""
+    params = eqn.params
+    for axis in _same_sizes_kept(eqn):
+        (dim, *_), rank = axis.operands, eqn.invars[0].aval.ndim
+        alone = all(params.get(key, (1,) * rank)[dim] == 1 for key in ("window_dimensions", "window_strides"))
+        if alone and not any(params["padding"][dim]):
+            yield axis
+
+
+def _same_sizes_kept(eqn: Any) -> Iterator[_Axis]:
+    """The axes that have the same size in the first operand and in the result."""
+    sizes = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    return _kept(eqn, [dim for dim, (before, after) in enumerate(zip(*sizes, strict=True)) if before != after])
+
+
+def _update(eqn: Any) -> Iterator[_Axis]:
+    """The axes of which an update takes the whole dimension."""
+    whole, part = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+    for dim, (before, after) in enumerate(zip(whole, part, strict=True)):
+        if before == after:
+            yield _Axis((dim, dim, *(None,) * (len(eqn.invars) - 2)), (dim,))
+
+
 _RULES: dict[str, Callable[[Any], Iterator[_Axis]]] = {
     **dict.fromkeys(("argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod"), _reduce),
     **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "sort", "split", "top_k"), _along_axis),
     **dict.fromkeys(("dynamic_slice", "pad", "slice"), _same_sizes),
+    **dict.fromkeys(("reduce_window_max", "reduce_window_min", "reduce_window_sum"), _windows),
     "broadcast_in_dim": _broadcast,
+    "conv_general_dilated": _convolution,
     "concatenate": _concatenate,
     "dot_general": _dot_general,
+    "dynamic_update_slice": _update,
     "gather": _gather,
     "iota": _iota,
     "optimization_barrier": _each_alone,
@@ -250,5 +287,6 @@ _RULES: dict[str, Callable[[Any], Iterator[_Axis]]] = {
     "reduce_xor": _reduce,
     "rev": _reverse,
     "squeeze": _squeeze,
+    "tile": _tile,
     "transpose": _transpose,
 }

@@ -95,7 +95,7 @@ def _compiled(workload: Workload, policy: Any, advice: Advice, report: MemoryRep
 def _changed_step(workload: Workload, policy: Any, advice: Advice) -> TrainingStep | None:
     """The step with the advised change; None if only the user can make the change."""
     if advice.what == MICRO:
-        return workload.step(policy, micro_batches=MICRO_BATCHES)
+        return workload.in_micro_batches(MICRO_BATCHES, "mean").step(policy)
     if advice.what == DONATION and not workload.has_loss:
         step = workload.step(policy)
         return replace(step, donate_argnums=tuple(sorted({*step.donate_argnums, *undonated_arguments(workload)})))

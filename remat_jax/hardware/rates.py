@@ -6,7 +6,7 @@ import math
 import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -170,6 +170,16 @@ class Rates:
             source = {"flops": assumed, "hbm_bytes_per_s": assumed}
             return cls(_CPU_FLOPS, _CPU_BYTES, source=source, assumed_dtypes=frozenset(_CPU_FLOPS))
         return cls(**_figures(described))
+
+    def slower(self, times: int) -> Rates:
+        """The rates at which every operation and copy takes `times` as long."""
+        per_s = {name: getattr(self, name) for name in ("hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s")}
+        return replace(
+            self,
+            flops={dtype: rate / times for dtype, rate in self.flops.items()},
+            products={dtype: {side: rate / times for side, rate in curve.items()} for dtype, curve in self.products.items()},
+            **{name: rate and rate / times for name, rate in per_s.items()},
+        )
 
     def flops_per_s(self, dtype: str) -> float:
         """The rate of `dtype`, or of its `fallback`, in operations per second; `TargetError` if neither has a rate."""

@@ -20,7 +20,8 @@ PlanFor = Callable[[Workload, float], Plan]
 def with_changes(plan_for: PlanFor, workload: Workload, allow: Sequence[str]) -> Plan:
     """The fastest plan with some of the allowed changes.
 
-    Each change is tried on top of those that made the plan faster so far, or made one possible, and is kept if it does.
+    Each change is tried on top of those that made the plan faster so far, or made one possible, and is kept if it does; if it
+    can be made again, it is tried again. If nothing fits with one of them, all are made together.
 
     Raises:
       InfeasibleBudget: nothing fits, not even with the changes.
@@ -30,23 +31,33 @@ def with_changes(plan_for: PlanFor, workload: Workload, allow: Sequence[str]) ->
         made = plan_for(workload, 1 / (1 + len(allow)))
     except InfeasibleBudget as error:
         failure = error
+    together, others = workload, list[str]()
     for place, change in enumerate(allow):
-        try:
-            other = CHANGES[change].changed(workload)
-            planned = plan_for(other, 1 / (len(allow) - place))
-        except InfeasibleBudget:
-            rows.append(Beyond(change, remark="nothing fits with it"))
-            continue
-        except Exception as error:  # a plan in hand is not lost to a change, whatever tracing the changed loss raises
-            if made is None and not isinstance(error, RematError):
-                raise
-            is_late = isinstance(error, CompileError) and made is not None
-            rows.append(Beyond(change, remark="there was no time for it" if is_late else first_sentence(error)))
-            continue
-        rows.append(Beyond(change, planned.device_bytes, planned.seconds, compiled=True))
-        if made is None or planned.seconds < (1 - AS_FAST) * made.seconds:
-            kept = () if made is None else made.changes
-            made, workload = replace(planned, changes=(*kept, change)), other
+        kept, other = () if made is None else made.changes, workload
+        for times in range(1, CHANGES[change].most + 1):
+            try:
+                other = CHANGES[change].changed(other)
+                if made is None and times == 1:
+                    together, others = CHANGES[change].changed(together), [*others, change]
+                planned = plan_for(other, 1 / (len(allow) - place + (times < CHANGES[change].most)))
+            except InfeasibleBudget:
+                rows.append(Beyond(change, remark="nothing fits with it", times=times))
+                if made is None:
+                    continue
+                break
+            except Exception as error:  # a plan in hand is not lost to a change, whatever tracing the changed loss raises
+                if made is None and not isinstance(error, RematError):
+                    raise
+                is_late = isinstance(error, CompileError) and made is not None
+                remark = "there was no time for it" if is_late else first_sentence(error)
+                rows.append(Beyond(change, remark=remark, times=times))
+                break
+            rows.append(Beyond(change, planned.device_bytes, planned.seconds, compiled=True, times=times))
+            if made is not None and planned.seconds >= (1 - AS_FAST) * made.seconds:
+                break
+            made, workload = replace(planned, changes=(*kept, *times * (change,))), other
+    if made is None and len(others) > 1:
+        made = replace(plan_for(together, 1.0), changes=tuple(others))
     if made is None:
         assert failure is not None, "planning either returns or raises"
         raise failure

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from remat_jax import compat
 from remat_jax.core.origins import origin
@@ -22,8 +24,9 @@ from remat_jax.memory.compile.compiler import result_shapes
 from remat_jax.memory.compile.devices import check_devices
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT
+from remat_jax.mesh import pinned, under
 from remat_jax.planning.program import BlockProgram
-from remat_jax.workload import Workload
+from remat_jax.workload import TrainingStep, Workload
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Shares:
 def residual_shares(workload: Workload, target: Target, *, timeout: float = DEFAULT_TIMEOUT) -> Shares:
     """The share of each residual on one device of the workload's mesh; compiles one step for `target`."""
     check_devices(workload, target)
-    step, function = workload.step_with_residuals("everything")
+    step, function = _step_with_residuals(workload)
     jaxpr = jax.make_jaxpr(function)(*step.arguments).jaxpr
     shapes = result_shapes(export_step("everything, its residuals as results", step, target), target, timeout=timeout)
     shares: dict[str, float] = {}
@@ -64,6 +67,28 @@ def residual_shares(workload: Workload, target: Target, *, timeout: float = DEFA
         nbytes = compat.array_bytes(atom.aval.shape, atom.aval.dtype)
         local, whole = local + share * nbytes, whole + nbytes
     return Shares(shares, local / whole if whole else 1.0)
+
+
+def _step_with_residuals(workload: Workload) -> tuple[TrainingStep, Callable[..., Any]]:
+    """A step on the mesh that returns (residuals, gradients), and a function from the same arguments to residuals."""
+    loss, trained, frozen = workload.split_loss("everything")
+    of_trained, of_frozen = workload.parted_shardings(workload.shardings[0])
+
+    def pullback(trained: Any, frozen: Any, *batch: Any) -> tuple[Any, Any]:
+        value, pullback, *_ = jax.vjp(lambda p: loss(p, frozen, *batch), trained, has_aux=workload.has_aux)
+        return value, pullback
+
+    def kept(*arguments: Any) -> list[Any]:
+        return list(jax.tree.leaves(pullback(*arguments)[1]))
+
+    def function(*arguments: Any) -> tuple[list[Any], Any]:
+        value, back = pullback(*arguments)
+        (gradients,) = back(jnp.ones_like(value))
+        return jax.tree.leaves(back), pinned(gradients, of_trained)
+
+    places, arguments = (of_trained, of_frozen, *workload.shardings[1:]), (trained, frozen, *workload.batch)
+    step = TrainingStep(under(workload.mesh, function), arguments, (), (), workload.mesh, places)
+    return step, under(workload.mesh, kept)
 
 
 def divided(program: BlockProgram, shares: Shares) -> BlockProgram:

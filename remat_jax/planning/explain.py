@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from remat_jax.memory.compile.options import GRAPHS, OPTION
-from remat_jax.planning.plan_data import LayerRow, Part, PlanData, Point, over_budget, plan_point
+from remat_jax.planning.plan_data import Beyond, LayerRow, Part, PlanData, Point, over_budget, plan_point
 from remat_jax.policy import NAMED
 from remat_jax.report.tables import format_bytes, format_estimate, render, table
 
@@ -32,7 +32,8 @@ def plan_table(plan: PlanData) -> Any:
     ]
     host = f", host {format_bytes(plan.host_budget)}" if plan.host_budget is not None else ""
     budgets = f"{format_bytes(plan.budget)}{host}"
-    with_changes = f" with {' and '.join(plan.changes)}" if plan.changes else ""
+    changes = [Beyond(change, times=plan.changes.count(change)).text for change in dict.fromkeys(plan.changes)]
+    with_changes = f" with {' and '.join(changes)}" if changes else ""
     title = (
         f"Plan for {plan.workload}{with_changes} on {plan.target} within {budgets}: {format_bytes(plan.device_bytes)} compiled"
     )
@@ -55,9 +56,10 @@ def beyond_table(plan: PlanData) -> Any:
     for each in plan.beyond:
         gain = None if each.seconds is None else plan.seconds - each.seconds
         how = "" if each.seconds is None else "compiled" if each.compiled else "estimated"
-        verdict = each.remark or ("in this plan" if each.change in plan.changes else "")
-        gained = "" if gain is None or each.change in plan.changes else signed(plan, gain)
-        rows.append((each.change, format_bytes(each.device_bytes), time_text(plan, each.seconds), how, gained, verdict))
+        is_made = each.times <= plan.changes.count(each.change)
+        verdict = each.remark or ("in this plan" if is_made else "")
+        gained = "" if gain is None or is_made else signed(plan, gain)
+        rows.append((each.text, format_bytes(each.device_bytes), time_text(plan, each.seconds), how, gained, verdict))
     columns = ("change", "device", "step", "", "faster by", "")
     return table("Changes beyond the blocks, each as a plan (allow=…)", columns, rows)
 

@@ -309,6 +309,7 @@ _BEYOND: dict[str, _Check] = {
     "seconds": _or_none(_seconds),
     "compiled": _flag,
     "remark": _text,
+    "times": _positive,
 }
 _FINDING: dict[str, _Check] = {"kind": _one_of(KINDS), "severity": _one_of(SEVERITIES), "text": _text}
 _POLICY: dict[str, _Check] = {"block": _key, "runs": _runs, "groups": _each(_pair(_count, _positive))}
@@ -321,7 +322,7 @@ _PLAN: dict[str, _Check] = {
     "tried": _each(_pair(_text, _count)),
     **dict.fromkeys(("assumed_rates", "left_out"), _each(_text)),
     "changes": _each(_one_of(CHANGES)),
-    "beyond": _each(_object(Beyond, _BEYOND, "a change")),
+    "beyond": _each(_object(Beyond, _BEYOND, "a change", {"times": 1})),
     "findings": _each(_object(PlanFinding, _FINDING, "a finding")),
     **dict.fromkeys(("is_maximal", "cut_short", "offload_needed"), _or_none(_flag)),
     **dict.fromkeys(("workload", "target", "jax_version"), _text),

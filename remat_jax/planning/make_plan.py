@@ -65,8 +65,9 @@ def plan(
       host_budget: host memory per device in bytes or as a text, including an offloaded optimizer state. None means no limit;
         0 forbids offload.
       allow: changes beyond the blocks that the plan may make, which leave what the step computes: `"head_in_chunks"`,
-        `"optimizer_on_host"`. Each is kept if it makes the plan faster, or possible. `Plan.beyond` says what each gives; for
-        changes that are not allowed it is an estimate.
+        `"micro_batches"`, `"optimizer_on_host"`. Each is kept if it makes the plan faster, or possible. `Plan.beyond` says what
+        each gives; for changes that are not allowed it is an estimate. Micro-batches are refused unless the traced loss shows
+        that it is a sum or a mean over examples; `"micro_batches=mean"` or `"micro_batches=sum"` declares that it is one.
       timeout: seconds for the whole call. At the timeout, the fastest compiled step that fits is returned, and
         `Plan.cut_short` is true.
       progress: called with the current activity, the number of compiled steps, and the expected total, which may grow.
@@ -278,6 +279,8 @@ class _Planner:
         copies = 0.0 if link is None else link.exposed_out(moved, 0.0) + link.exposed_in(moved, 0.0)
         shares = learnt.blocks[0].recomputed_share, learnt.blocks[0].fetched_share
         blocks = tuple(replace(block, recomputed_share=shares[0], fetched_share=shares[1]) for block in other.fit.guess.blocks)
+        if changed.micro_batches > self.workload.micro_batches:  # what they free inside the blocks is in the blocks' problem
+            freed = round(self.known.fit.guess.fixed_bytes - other.fit.guess.fixed_bytes)
         stack = replace(other.fit.guess, blocks=blocks, fixed_bytes=max(other.fit.arguments, learnt.fixed_bytes - freed))
         candidates = [other.solved.plan(stack, self.budget), *other.named]
         fits = [step for step in candidates if step is not None and predicted(stack, step.loads) <= self.budget]

@@ -52,7 +52,7 @@ class Model:
         regions = _regions(loss, (*arguments, *workload.batch))
         mesh = _axes(workload.mesh) if workload.mesh is not None else ()
         keys = tuple(map(block_key, workload.blocks))
-        return cls(_leaves(workload.params), _leaves(workload.batch), keys, mesh, regions)
+        return cls(_leaves(workload.params), _leaves(workload.whole_batch), keys, mesh, regions)
 
     def check_workload(self, workload: Workload, plan_name: str) -> None:
         """Raise if a workload has another model, batch or mesh.
@@ -91,14 +91,21 @@ class Model:
                 )
         return types
 
-    def check_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], plan_name: str) -> None:
+    def check_call(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], plan_name: str, micro_batches: int = 1
+    ) -> None:
         """Raise if a call of `fn` has another model, batch or mesh than planned. Additional arguments are ignored.
+
+        With micro-batches, the batch may be the whole batch or one of them.
 
         Raises:
           PlanningError: the message names the difference.
         """
         types = self.check_arguments((args, kwargs), plan_name)
         there = Counter(leaf[1:] for leaf in types)
+        for _, shape, dtype in self.batch if micro_batches > 1 else ():
+            part = (shape[0] // micro_batches, *shape[1:]) if shape else shape
+            there[shape, dtype] += there[part, dtype] if part != shape else 0
         there.subtract(leaf[1:] for leaf in (*self.parameters, *self.batch))
         missing = next((leaf for leaf in self.batch if there[leaf[1:]] < 0), None)
         if missing is not None:

@@ -112,7 +112,7 @@ class Plan(PlanData):
         @functools.wraps(fn)
         def with_plan(*args: P.args, **kwargs: P.kwargs) -> R:
             if strict:
-                self.model.check_call(fn, args, kwargs, name)
+                self.model.check_call(fn, args, kwargs, name, self.micro_batches)
             else:
                 self.model.check_arguments((args, kwargs), name)
             try:

@@ -105,6 +105,7 @@ class Beyond:
       device_bytes, seconds: of the plan with this change; None if the workload cannot have it, or if nothing would fit.
       compiled: whether these were compiled; otherwise they are estimated, and the plan does not have the change.
       remark: why the workload cannot have the change; empty if it can.
+      times: how often the change is made; each change to micro-batches doubles their number.
     """
 
     change: str
@@ -112,6 +113,12 @@ class Beyond:
     seconds: float | None = None
     compiled: bool = False
     remark: str = ""
+    times: int = 1
+
+    @property
+    def text(self) -> str:
+        """The change, and the number of micro-batches."""
+        return f"{self.change} ({2**self.times})" if self.change.startswith("micro_batches") else self.change
 
 
 @dataclass(frozen=True)
@@ -153,6 +160,11 @@ class PlanData:
     def notes(self) -> tuple[str, ...]:
         """The texts of the findings."""
         return tuple(finding.text for finding in self.findings)
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches of the plan's step; each change to micro-batches doubles it."""
+        return 2 ** sum(change.startswith("micro_batches") for change in self.changes)
 
     @property
     def texts(self) -> dict[str, str]:

@@ -65,6 +65,7 @@ class Described:
     kinds: tuple[Kind, ...]
     outside_seconds: float
     rates: Rates
+    micro_batches: int = 1
 
     @property
     def base_seconds(self) -> float:
@@ -109,12 +110,14 @@ def describe(
     """
     target = target if isinstance(target, Target) else target_named(target)
     rates = Rates.of(target) if rates is None else rates
+    # A micro-batch is described, and each of its operations runs once for each micro-batch.
+    of_blocks = rates.slower(workload.micro_batches) if workload.micro_batches > 1 else rates
     shares = residual_shares(workload, target, timeout=timeout) if workload.mesh is not None else None
     kinds, blocks, alone, written = [], [], 0.0, 0.0
     for number, same in enumerate(_equal_calls(workload)):
-        program = block_program(same[0], rates)
+        program = block_program(same[0], of_blocks)
         count = sum(len(call.layers()) for call in same)
-        alone += count * (program.forward.seconds(rates) + program.backward.seconds(rates))
+        alone += count * (program.forward.seconds(of_blocks) + program.backward.seconds(of_blocks))
         written += count * program.written_seconds
         gathered = 0
         if shares is not None:
@@ -125,8 +128,9 @@ def describe(
         needs = program.working_bytes + gathered if working is None else working
         blocks.append(_block(kinds[-1], chosen, float(needs)))
     link = None
-    if rates.out_bytes_per_s is not None and rates.in_bytes_per_s is not None:
-        link = solver.HostLink(rates.out_bytes_per_s, rates.in_bytes_per_s, rates.hidden_share, rates.hbm_bytes_per_s)
+    if of_blocks.out_bytes_per_s is not None and of_blocks.in_bytes_per_s is not None:
+        speeds = of_blocks.out_bytes_per_s, of_blocks.in_bytes_per_s
+        link = solver.HostLink(*speeds, rates.hidden_share, of_blocks.hbm_bytes_per_s)
     inside = sum(block.repeats * (block.forward_seconds + block.backward_seconds) for block in blocks)
     # Under `off`, the cost would include recomputation by checkpoints inside the blocks.
     step = workload.step("everything" if any(kind.program.dropped for kind in kinds) else "off")
@@ -134,7 +138,7 @@ def describe(
     stack = solver.Stack(tuple(blocks), link, _fixed_bytes(workload, step, kinds, shares, target))
     # The work outside the blocks is assumed to be partitioned like the work inside.
     outside = max(0.0, whole - alone - written) * (inside / alone if alone else 1.0)
-    return Described(stack, tuple(kinds), outside, rates)
+    return Described(stack, tuple(kinds), outside, rates, workload.micro_batches)
 
 
 def _equal_calls(workload: Workload) -> Iterator[list[Call]]:
@@ -191,8 +195,10 @@ def _fixed_bytes(workload: Workload, step: TrainingStep, kinds: Sequence[Kind], 
     kept = sum(row.bytes * (shares.of(row.name) if shares else 1.0) for row in rows)
     # A CPU has one memory: arrays in host memory count as device memory.
     taken = compat.tree_bytes if target.kind == "cpu" else device_bytes
-    # The first argument is the trained parameters. It counts twice, because the gradients have the same size.
-    return float(taken((step.local_arguments, step.local_arguments[0])) + max(0, kept - inside))
+    # The first argument is the trained parameters. It counts twice, because the gradients have the same size; the sums of
+    # gradients over micro-batches are a tree of their own.
+    trained = [step.local_arguments[0]] * (1 if workload.micro_batches == 1 else 2)
+    return float(taken((step.local_arguments, trained)) + max(0, kept - inside))
 
 
 def extra_seconds(described: Described, policy: Any) -> float:
@@ -239,7 +245,7 @@ def copy_seconds(link: solver.HostLink | None, block: solver.Block, away: float,
 
 def recompute_flops(described: Described, policy: Any) -> int:
     """The FLOPs that `policy` recomputes in one step: `cost.count.flops` under `policy` minus that under `everything`."""
-    return sum(price.flops for _, price in _priced(described, policy))
+    return described.micro_batches * sum(price.flops for _, price in _priced(described, policy))
 
 
 def kept_bytes(described: Described, policy: Any) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,13 +12,14 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from remat_jax import compat
+from remat_jax.apply import nnx as nnx_blocks
 from remat_jax.apply.pytrees import ModelArrays
 from remat_jax.errors import ArgumentError
 from remat_jax.mesh import under
 from remat_jax.planning.plan_data import PlanData
 from remat_jax.train import OffloadedOptimizer, offload_optimizer
+from remat_jax.train.micro_batches import micro_batched
 from remat_jax.train.parameters import check_trained, parted, result_structs
-from remat_jax.train.parts import value_and_grad_of_parts
 from remat_jax.train.updates import check_optimizer, updated
 from remat_jax.warning import warn
 
@@ -32,17 +34,19 @@ def train_step(plan: PlanData, planned: Function, optimizer: Any, *, trainable: 
     Whatever else a plan changes about its step (the loss, its gradient, the optimizer, the compiler's options) is changed here.
     """
     offloads, state_on_host = plan.host_bytes > 0, "optimizer_on_host" in plan.changes
+    declared = next((change.partition("=")[2] for change in plan.changes if change.startswith("micro_batches=")), None)
+    gradient = functools.partial(micro_batched, n=plan.micro_batches, declared=declared)
     jit = {"donate_argnums": (0, 1) if donate else (), "compiler_options": dict(plan.compiler_options) or None}
     if isinstance(optimizer, nnx.Optimizer) or (isinstance(optimizer, type) and issubclass(optimizer, nnx.Optimizer)):
         if trainable is not None:
             raise ArgumentError(
                 f"trainable={trainable!r}: an NNX step trains what its optimizer selects; give nnx.Optimizer(model, tx, wrt=…)"
             )
-        return ModuleStep(planned, has_aux, offloads, jit, state_on_host=state_on_host)
+        return ModuleStep(planned, has_aux, offloads, jit, gradient, state_on_host=state_on_host)
     check_optimizer(optimizer)
     if state_on_host and not isinstance(optimizer, OffloadedOptimizer):
         optimizer = offload_optimizer(optimizer)
-    return ArrayStep(planned, has_aux, offloads, jit, optimizer, trainable)
+    return ArrayStep(planned, has_aux, offloads, jit, gradient, optimizer=optimizer, trainable=trainable)
 
 
 class JittedStep:
@@ -53,9 +57,12 @@ class JittedStep:
     `trace`; what they return takes an Equinox model as its arrays alone, as `eqx.filter(model, eqx.is_array)`.
     """
 
-    def __init__(self, loss: Function, has_aux: bool, offloads: bool, jit: dict[str, Any]) -> None:
+    def __init__(
+        self, loss: Function, has_aux: bool, offloads: bool, jit: dict[str, Any], gradient: functools.partial[Any]
+    ) -> None:
         self.__name__ = f"step_of_{getattr(loss, '__name__', 'loss')}"
         self._loss, self._has_aux, self._offloads = loss, has_aux, offloads
+        self._gradient, self._micro_batches = gradient, gradient.keywords["n"]
         self._jit, self._donates = jit, bool(jit["donate_argnums"])
         # A step is jitted again for other shardings, and for other leaves of the model that are no arrays.
         self._jitted: dict[Any, Any] = {}
@@ -106,10 +113,8 @@ class JittedStep:
 class ArrayStep(JittedStep):
     """`step(params, state, *batch)` with an optax optimizer returns `(params, state, loss)`."""
 
-    def __init__(
-        self, loss: Function, has_aux: bool, offloads: bool, jit: dict[str, Any], optimizer: Any, trainable: Any
-    ) -> None:
-        super().__init__(loss, has_aux, offloads, jit)
+    def __init__(self, *loss_and_jit: Any, optimizer: Any, trainable: Any) -> None:
+        super().__init__(*loss_and_jit)
         self._optimizer, self._trainable = optimizer, trainable
 
     def init(self, params: Any) -> Any:
@@ -150,7 +155,7 @@ class ArrayStep(JittedStep):
             def loss(trained: Any, frozen: Any, *batch: Any) -> Any:
                 return self._loss(whole(join(trained, frozen)), *batch)
 
-            value, gradients = value_and_grad_of_parts(loss, 1, has_aux=self._has_aux)(trained, frozen, *batch)
+            value, gradients = self._gradient(loss, has_aux=self._has_aux)(trained, frozen, *batch)
             trained, state = updated(self._optimizer, gradients, state, trained)
             return *_pinned((join(trained, frozen), state), before, shardings), value
 
@@ -161,8 +166,8 @@ class ArrayStep(JittedStep):
 class ModuleStep(JittedStep):
     """`step(model, optimizer, *batch)` with an `nnx.Optimizer` writes to both and returns the loss."""
 
-    def __init__(self, loss: Function, has_aux: bool, offloads: bool, jit: dict[str, Any], *, state_on_host: bool) -> None:
-        super().__init__(loss, has_aux, offloads, jit)
+    def __init__(self, *loss_and_jit: Any, state_on_host: bool) -> None:
+        super().__init__(*loss_and_jit)
         self._state_on_host = state_on_host
 
     def _prepared(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], Function]:
@@ -190,8 +195,7 @@ class ModuleStep(JittedStep):
     def _step(self, shardings: Shardings) -> Function:
         def step(model: Any, optimizer: Any, *batch: Any) -> Any:
             before = nnx.state((model, optimizer)) if shardings else None
-            gradient = nnx.value_and_grad(self._loss, argnums=nnx.DiffState(0, optimizer.wrt), has_aux=self._has_aux)
-            value, gradients = gradient(model, *batch)
+            value, gradients = self._value_and_gradients(model, optimizer.wrt, batch)
             arguments = (gradients,) if isinstance(optimizer, nnx.ModelAndOptimizer) else (model, gradients)
             optimizer.update(*arguments)
             if shardings:
@@ -200,6 +204,23 @@ class ModuleStep(JittedStep):
 
         step.__name__ = self.__name__
         return _under(shardings, step)
+
+    def _value_and_gradients(self, model: Any, trained: Any, batch: Sequence[Any]) -> Any:
+        if self._micro_batches == 1:
+            gradient = nnx.value_and_grad(self._loss, argnums=nnx.DiffState(0, trained), has_aux=self._has_aux)
+            return gradient(model, *batch)
+        graphdef, params, rest = nnx.split(model, trained, ...)
+
+        def of_params(params: Any, _: Any, rest: Any, *batch: Any) -> Any:
+            merged = nnx.merge(graphdef, *jax.tree.map(lambda leaf: leaf, (params, rest)))
+            with nnx_blocks.known_paths(merged):
+                result = self._loss(merged, *batch)
+            value, aux = result if self._has_aux else (result, None)
+            return value, (aux, nnx.state(merged, nnx.Not(trained)))
+
+        (value, (aux, rest)), gradients = self._gradient(of_params, has_aux=True, states=1)(params, (), rest, *batch)
+        nnx.update(model, rest)
+        return ((value, aux) if self._has_aux else value), gradients
 
 
 def _same(value: Any) -> Any:

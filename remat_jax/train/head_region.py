@@ -19,6 +19,7 @@ import numpy as np
 
 from remat_jax import compat
 from remat_jax.core.axes import AxisPlace, Passage, passage, resized
+from remat_jax.core.walk import bodies
 from remat_jax.errors import PlanningError
 from remat_jax.train.head_program import VIEWS, Operation, Program, Value, read, run_nodes
 
@@ -38,6 +39,7 @@ class RegionStep:
       shifts: whether it is a slice of the token axis, which a chunk has done already.
       column: for a gather that reads each token's own position: the column of its indices with this position.
       call: for a function with a custom derivative: this function for a chunk.
+      whole: the places of results that do not depend on the tokens.
     """
 
     node: Operation
@@ -45,6 +47,7 @@ class RegionStep:
     shifts: bool = False
     column: int | None = None
     call: Callable[..., Any] | None = None
+    whole: Collection[int] = ()
 
     def run(self, inputs: list[Any], positions: int, valid: Any) -> list[Any]:
         """Evaluate the operation for a chunk with this number of positions. `valid` says which of them exist."""
@@ -81,8 +84,11 @@ class TokenRegion:
         everything is computed inside.
       taken: nodes that belong to other regions.
       in_rule: whether the program is a derivative rule. Rules of calls inside it are then traced only if they are applied.
-      calls: gives the step of a call with a custom derivative; None: such calls are in no region.
+      calls: gives the step of a call, a loop or a branch; None: they are in no region.
     """
+
+    things = "tokens"
+    """What the positions of the axis are called in messages."""
 
     def __init__(
         self,
@@ -145,19 +151,19 @@ class TokenRegion:
             self._add(step)
             return
         for _, value in cut:
-            why = f"{node} combines tokens of {text(value)}"
+            why = f"{node} combines {self.things} of {text(value)}"
             if combined is not None:
-                why = f"{combined} combines the tokens, and {node} reads its result with {text(value)}"
+                why = f"{combined} combines the {self.things}, and {node} reads its result with {text(value)}"
             self.emit(value, why)
         if cut or combined is not None:
             self.after.update(dict.fromkeys(node.results, combined or node))
 
     def _add(self, step: RegionStep) -> None:
         self.steps[step.node, step.through.results] = step
-        for value, cut in zip(step.node.results, step.through.results, strict=True):
+        for place, (value, cut) in enumerate(zip(step.node.results, step.through.results, strict=True)):
             if cut is not None:
                 self.cuts[value] = cut
-            else:
+            elif place not in step.whole:
                 if self.large is not None and value.aval.size > self.large:
                     raise NotPerToken(f"{step.node} sums the tokens in an array as large as the logits")
                 self.sums[value] = self.after[value] = step.node
@@ -172,7 +178,7 @@ class TokenRegion:
         """The step of a node whose operands at these places are cut; None if it does not treat all tokens alike."""
         if node.eqn.effects or node.region is not None:
             return None
-        if compat.has_own_derivative(node.eqn):
+        if bodies(node.eqn):
             return None if self.calls is None else self.calls(self, node)
         place, value = cut[0]
         step = (
@@ -180,7 +186,7 @@ class TokenRegion:
         )
         if step is None or any(step.through.operands[place] != self.cuts[value] for place, value in cut):
             return None
-        is_partial = any(cut is None for cut in step.through.results) and not step.through.is_summed
+        is_partial = None in step.through.results and not step.through.is_summed
         return None if is_partial else step
 
     def _through(self, node: Operation, place: int, cut: AxisPlace) -> RegionStep | None:

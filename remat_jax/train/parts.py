@@ -76,13 +76,13 @@ def accumulate_gradients(
     def value_and_gradient(params: Any, *batch: Any) -> tuple[Any, Any]:
         params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), params)
         _check_parameters(params)
-        _check_batch(batch, n)
-        parts = jax.tree.map(lambda leaf: leaf if _is_key(leaf) else cut_axis(leaf, n, 0), batch)
+        check_batch(batch, n)
+        parts = jax.tree.map(lambda leaf: leaf if is_key(leaf) else cut_axis(leaf, n, 0), batch)
         precision = sums.available(dtype)
 
         def micro_batch(index: Any) -> Any:
             def rows(part: Any) -> Any:
-                if _is_key(part):
+                if is_key(part):
                     return jax.random.fold_in(part, index)
                 return jax.lax.dynamic_index_in_dim(part, index, 1, keepdims=False)
 
@@ -115,28 +115,15 @@ def accumulate_gradients(
     return value_and_gradient
 
 
-def value_and_grad_of_parts(loss: Callable[..., Any], n: int, *, has_aux: bool = False) -> Callable[..., Any]:
-    """`jax.value_and_grad` of the scalar `loss(trained, frozen, *batch)` in `n` micro-batches of equal weight."""
-    if n == 1:
-        return jax.value_and_grad(loss, has_aux=has_aux)
-
-    def value_and_gradient(trained: Any, frozen: Any, *batch: Any) -> Any:
-        def counted(trained: Any, *micro_batch: Any) -> Any:
-            result = loss(trained, frozen, *micro_batch)
-            return ((result[0], 1), result[1]) if has_aux else (result, 1)
-
-        return accumulate_gradients(counted, n, has_aux=has_aux)(trained, *batch)
-
-    return value_and_gradient
-
-
-def _is_key(leaf: Any) -> bool:
+def is_key(leaf: Any) -> bool:
+    """Whether `leaf` is one random key (`jax.random.key`)."""
     return jnp.ndim(leaf) == 0 and jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
 
 
-def _check_batch(batch: tuple[Any, ...], n: int) -> None:
+def check_batch(batch: tuple[Any, ...], n: int) -> None:
+    """Raise ArgumentError unless `n` divides the leading axis of every array of `batch` that is no key."""
     arrays = [
-        (f"batch{jax.tree_util.keystr(path)}", leaf, 0) for path, leaf in jax.tree.leaves_with_path(batch) if not _is_key(leaf)
+        (f"batch{jax.tree_util.keystr(path)}", leaf, 0) for path, leaf in jax.tree.leaves_with_path(batch) if not is_key(leaf)
     ]
     for name, leaf, _ in arrays:
         if jnp.ndim(leaf) == 0:

@@ -24,6 +24,11 @@ def wide(dtype: Any) -> Any:
     return jnp.dtype(dtype)
 
 
+def widened(array: Any) -> Any:
+    """`array` in the dtype in which to sum it."""
+    return array.astype(wide(array.dtype))
+
+
 def real(dtype: Any) -> Any:
     """The dtype of the real part of `dtype`."""
     return jnp.finfo(dtype).dtype

@@ -6,24 +6,37 @@ workload cannot have the change, and with the name of the advice that proposes i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from remat_jax.errors import ArgumentError
-from remat_jax.planning.changes import head_in_chunks, optimizer_on_host
+from remat_jax.planning.changes import head_in_chunks, micro_batches, optimizer_on_host
 from remat_jax.workload import Workload
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change: the function that makes it, and the advice (`memory.advice`) that says what it frees."""
+    """A change.
+
+    Attributes:
+      changed: the function that makes it.
+      advice: the advice (`memory.advice`) that says what it frees; None if it is not proposed.
+      most: how often it can be made.
+    """
 
     changed: Callable[[Workload], Workload]
-    advice: str
+    advice: str | None
+    most: int = 1
 
 
 CHANGES = {
     "head_in_chunks": Change(head_in_chunks.changed, head_in_chunks.ADVICE),
+    "micro_batches": Change(micro_batches.changed, micro_batches.ADVICE, most=3),
+    **{
+        f"micro_batches={word}": Change(functools.partial(micro_batches.changed, declared=word), None, most=3)
+        for word in ("sum", "mean")
+    },
     "optimizer_on_host": Change(optimizer_on_host.changed, optimizer_on_host.ADVICE),
 }
 

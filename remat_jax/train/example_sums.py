@@ -1,0 +1,212 @@
+"""Finds the sums over examples through which a traced loss depends on its batch.
+
+    loss = f(Σ_rows g(row))          g per row of the batch, f reads these sums, and what does not depend on the batch
+
+The search follows the rows of the batch, the leading axis of its arrays, through the operations, also inside loops, branches,
+checkpoints and calls with a custom derivative.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from remat_jax import compat
+from remat_jax.core.axes import AxisPlace, Passage
+from remat_jax.core.walk import bodies
+from remat_jax.train.head_program import Operation, Program, Value, program_of
+from remat_jax.train.head_region import NotPerToken, RegionStep, TokenRegion, text
+
+ROWS = AxisPlace(0)
+"""Where the rows of an array of the batch are."""
+_ADDITIONS = frozenset(("add", "add_any"))
+_DRAWN = "random_bits"
+
+
+class ExampleRegion(TokenRegion):
+    """The operations that compute something for each row, up to the sums over rows.
+
+    Unlike a head's region, it may end anywhere: `emitted` are the values that an operation on all rows reads, and `reasons`
+    says for each which operation this is. `draws` says whether random numbers are drawn for each row.
+    """
+
+    things = "examples"
+
+    def __init__(self, program: Program, given: dict[Value, AxisPlace], rows: int) -> None:
+        super().__init__(program, given, rows, calls=_step_of_call)
+        self.reasons: dict[Value, str] = {}
+        self.draws = False
+
+    def want(self, value: Value, cut: AxisPlace | None) -> None:
+        """Find where the rows of `value`, which is not computed from the batch, come from."""
+        if cut is not None:
+            super().want(value, cut)
+
+    def emit(self, value: Value, why: str) -> None:
+        """Note that an operation on all rows reads `value`."""
+        self.emitted[value] = self.cuts[value]
+        self.reasons.setdefault(value, why)
+
+    def find_rows(self) -> None:
+        """Find the region.
+
+        Raises:
+          NotPerToken: it reads an array whose rows differ and which is not computed from the batch.
+        """
+        self.find()
+        arguments = set(self.program.inputs)
+        for value, cut in self.frontier:
+            if cut is not None and value not in arguments and not self._rows_are_alike(value, cut):
+                raise NotPerToken(f"{self._made(value)} has a row for each example, but is not computed from the batch")
+
+    def _rows_are_alike(self, value: Value, cut: AxisPlace) -> bool:
+        maker = self._makers.get(value)
+        if maker is not None and maker[0].name == _DRAWN:
+            self.draws = True
+            return True
+        known = self.known(value)
+        if known is None:
+            return False
+        rows = np.moveaxis(known, cut.dim, 0).reshape(cut.outer, self.lengths[0], cut.inner, -1)
+        return bool(np.all(rows == rows[:, :1]))
+
+    def _made(self, value: Value) -> str:
+        maker = self._makers.get(value)
+        return text(value) if maker is None else str(maker[0])
+
+    def outcome(self, value: Any) -> AxisPlace | str:
+        """Where the rows of an output are; or "sum", or "whole" if it does not depend on the batch.
+
+        Raises:
+          NotPerToken: an operation on all rows computes it.
+        """
+        if not isinstance(value, Value):
+            return "whole"
+        if value in self.cuts:
+            return self.cuts[value]
+        if value in self.sums:
+            return "sum"
+        if value in self.after:
+            raise NotPerToken(next(iter(self.reasons.values()), f"{self.after[value]} reads a sum over {self.things}"))
+        return "whole"
+
+
+Outcome = AxisPlace | str
+
+
+def _step_of_call(region: TokenRegion, node: Operation) -> RegionStep | None:
+    """The step of a call or loop whose bodies treat all rows alike; None if they do not."""
+    cuts = [region.cuts.get(each) if isinstance(each, Value) else None for each in node.operands]
+    try:
+        if node.name == "scan":
+            operands, outcomes = _through_scan(region, node, cuts)
+        elif node.name == "cond":
+            operands, outcomes = _through_branches(region, node, cuts)
+        else:
+            operands, outcomes = _through_body(region, bodies(node.eqn)[0], cuts)
+    except (NotPerToken, _Unknown) as error:
+        for value in node.values:
+            if value in region.cuts:
+                region.emit(value, str(error) or f"{node} may combine {region.things}")
+        return None
+    results = tuple(each if isinstance(each, AxisPlace) else None for each in outcomes)
+    whole = tuple(place for place, each in enumerate(outcomes) if each == "whole")
+    return RegionStep(node, Passage(tuple(operands), results, is_summed="sum" in outcomes), whole=whole)
+
+
+class _Unknown(Exception):
+    """Raised for a call whose operands are not those of the function inside it."""
+
+
+def _inner(region: TokenRegion, body: Any, cuts: Sequence[AxisPlace | None]) -> ExampleRegion:
+    """The region of a body whose operands have rows at `cuts`."""
+    if len(body.in_avals) != len(cuts):
+        raise _Unknown
+    program = program_of(body)
+    given = {value: cut for value, cut in zip(program.inputs, cuts, strict=True) if cut is not None}
+    inner = ExampleRegion(program, given, region.lengths[0])
+    inner.find_rows()
+    if inner.draws and isinstance(region, ExampleRegion):
+        region.draws = True
+    return inner
+
+
+def _through_body(
+    region: TokenRegion, body: Any, cuts: Sequence[AxisPlace | None]
+) -> tuple[list[AxisPlace | None], list[Outcome]]:
+    inner = _inner(region, body, cuts)
+    operands = [inner.place_of(value) for value in inner.program.inputs]
+    return operands, [inner.outcome(value) for value in inner.program.outputs]
+
+
+def _through_branches(
+    region: TokenRegion, node: Operation, cuts: Sequence[AxisPlace | None]
+) -> tuple[list[AxisPlace | None], list[Outcome]]:
+    if cuts[0] is not None:
+        raise NotPerToken(f"{node} branches on an example")
+    found = [_through_body(region, body, cuts[1:]) for body in bodies(node.eqn)]
+    outcomes = []
+    for each in zip(*(outcomes for _, outcomes in found), strict=True):
+        if len(set(each)) > 1:
+            raise NotPerToken(f"the branches of {node} differ in what they sum over {region.things}")
+        outcomes.append(each[0])
+    operands = [
+        next((cut for cut in each if cut is not None), None) for each in zip(*(places for places, _ in found), strict=True)
+    ]
+    return [None, *operands], outcomes
+
+
+def _through_scan(
+    region: TokenRegion, node: Operation, cuts: Sequence[AxisPlace | None]
+) -> tuple[list[AxisPlace | None], list[Outcome]]:
+    consts, carried = compat.scan_layout(node.eqn)
+    body = bodies(node.eqn)[0]
+    first = consts + carried
+    if any(cut is not None and cut.dim == 0 for cut in cuts[first:]):
+        raise NotPerToken(f"{node} is a loop over {region.things}")
+    given = [*cuts[:first], *(cut and cut.at(cut.dim - 1) for cut in cuts[first:])]
+    while True:
+        inner = _inner(region, body, given)
+        totals = _totals(inner, consts, carried)
+        outcomes = ["sum" if place in totals else inner.outcome(value) for place, value in enumerate(inner.program.outputs)]
+        grown = [*given]
+        for place, outcome in enumerate(outcomes[:carried]):
+            before = given[consts + place]
+            if isinstance(outcome, AxisPlace) and before is None:
+                grown[consts + place] = outcome
+            elif outcome != (before or "whole") and not (outcome == "sum" and place in totals):
+                raise NotPerToken(f"{node} carries {region.things} in one iteration, and sums over them in another")
+        if grown == given:
+            break
+        given = grown
+    for place in totals:
+        _check_start(region, node.operands[consts + place], node)
+    operands = [inner.place_of(value) for value in inner.program.inputs]
+    operands = [*operands[:first], *(cut and cut.at(cut.dim + 1) for cut in operands[first:])]
+    stacked = [each.at(each.dim + 1) if isinstance(each, AxisPlace) else each for each in outcomes[carried:]]
+    return operands, [*outcomes[:carried], *stacked]
+
+
+def _totals(inner: ExampleRegion, consts: int, carried: int) -> Collection[int]:
+    """The carried places to which each iteration only adds a sum over rows."""
+    makers, found = inner.program.makers(), []
+    readers = list(itertools.chain.from_iterable(node.values for node in inner.program.nodes))
+    for place in range(carried):
+        before, after = inner.program.inputs[consts + place], inner.program.outputs[place]
+        node = makers.get(after, (None, 0))[0] if isinstance(after, Value) else None
+        if node is None or node.name not in _ADDITIONS or before not in node.values or readers.count(before) != 1:
+            continue
+        others = [each for each in node.operands if each is not before]
+        if len(others) == 1 and others[0] in inner.sums and inner.program.outputs.count(before) == 0:
+            found.append(place)
+    return found
+
+
+def _check_start(region: TokenRegion, start: Any, node: Operation) -> None:
+    """Raise NotPerToken unless a sum over rows starts at 0."""
+    known = region.known(start)
+    if known is None or np.any(known != 0):
+        raise NotPerToken(f"{node} adds a sum over {region.things} to another value")
