@@ -112,11 +112,11 @@ class _Axis:
 
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp
-    clz complex conj convert_element_type copy copy_p cos cosh device_put digamma div eq eq_to erf erf_inv erfc exp exp2 expm1
-    floor ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not
-    or polygamma population_count pow real reduce_precision regularized_incomplete_beta rem reshard round rsqrt select_n
-    sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
-    tanh xor zeta""".split()
+    clz complex conj convert_element_type copy copy_p cos cosh device_put digamma div eq eq_to erf erf_inv erfc exp exp2
+    expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul name ne
+    neg nextafter not one_minus_square or polygamma population_count pow real reduce_precision regularized_incomplete_beta
+    rem reshard round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin
+    sinh sqrt square stop_gradient sub tan tanh xor zeta""".split()
 )
 """The primitives that JAX broadcasts: operands have the shape of the result, except for dimensions of size 1, or rank 0."""
 
@@ -197,6 +197,19 @@ def _transpose(eqn: Any) -> Iterator[_Axis]:
 
 def _concatenate(eqn: Any) -> Iterator[_Axis]:
     return _kept(eqn, [eqn.params["dimension"]])
+
+
+def _stack(eqn: Any) -> Iterator[_Axis]:
+    """The axes of operands that are put next to each other along a new axis."""
+    new, count = eqn.params["axis"], len(eqn.invars)
+    for dim in range(eqn.invars[0].aval.ndim):
+        yield _Axis((dim,) * count, (dim + (dim >= new),))
+
+
+def _unstack(eqn: Any) -> Iterator[_Axis]:
+    for dim in range(eqn.invars[0].aval.ndim):
+        if dim != (gone := eqn.params["axis"]):
+            yield _Axis((dim,), (dim - (dim > gone),) * len(eqn.outvars))
 
 
 def _tile(eqn: Any) -> Iterator[_Axis]:
@@ -287,6 +300,8 @@ _RULES: dict[str, Callable[[Any], Iterator[_Axis]]] = {
     "reduce_xor": _reduce,
     "rev": _reverse,
     "squeeze": _squeeze,
+    "stack": _stack,
     "tile": _tile,
     "transpose": _transpose,
+    "unstack": _unstack,
 }

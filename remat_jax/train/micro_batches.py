@@ -23,7 +23,7 @@ from remat_jax.core.walk import bodies
 from remat_jax.errors import PlanningError
 from remat_jax.train import sums
 from remat_jax.train.example_sums import ROWS, ExampleRegion
-from remat_jax.train.head_program import Operation, Program, Value, program_of, read, run_nodes
+from remat_jax.train.head_program import VIEWS, Operation, Program, Value, program_of, read, run_nodes
 from remat_jax.train.head_region import NotPerToken, text
 from remat_jax.train.parts import accumulate_gradients, check_batch, is_key
 
@@ -250,22 +250,26 @@ class _Rest:
           NotPerToken: the loss is traced differently for fewer rows.
         """
         program, other = self._loss.program, part.program
-        if [node.name for node in program.nodes] != [node.name for node in other.nodes]:
+        pairs = list(zip(_plain(program), _plain(other), strict=False))
+        same = len(_plain(program)) == len(_plain(other)) and len(program.constants) == len(other.constants)
+        if not same or any(one.name != two.name for one, two in pairs):
             raise NotPerToken("the loss runs other operations for fewer examples")
         twins = dict(zip(program.inputs, other.inputs, strict=True))
         twins |= dict(zip(program.constants, other.constants, strict=True))
-        for one, two in zip(program.nodes, other.nodes, strict=True):
+        for one, two in pairs:
             twins |= dict(zip(one.results, two.results, strict=True))
         nodes, needed = _needed(program, self.sums, lambda value: False)
-        places = {node: place for place, node in enumerate(program.nodes)}
-        chosen = [other.nodes[places[node]] for node in nodes]
-        for one, two in zip(nodes, chosen, strict=True):
-            same = all(_same(each, mirror, twins) for each, mirror in zip(one.operands, two.operands, strict=True))
-            if not same or not all(map(_alike, bodies(one.eqn), bodies(two.eqn))):
-                raise NotPerToken(f"{one} depends on the number of examples")
+        computed = set(nodes)
+        viewed, others = _viewed(program), _viewed(other)
+        for one, two in pairs:
+            operands = zip(map(viewed, one.operands), map(others, two.operands), strict=True)
+            inside = next(filter(None, map(_difference, bodies(one.eqn), bodies(two.eqn))), None)
+            if one in computed and (inside or not all(_same(*each, twins) for each in operands)):
+                raise NotPerToken(f"{inside or one} depends on the number of examples")
         for value, constant in program.constants.items():
             if value in needed and not _starts_with(constant, other.constants[twins[value]]):
                 raise NotPerToken(f"a constant {text(value)} depends on the number of examples")
+        chosen, _ = _needed(other, [twins[value] for value in self.sums], lambda value: False)
         env = part.values(jax.tree.unflatten(jax.tree.structure(part.trained), part.inputs[: len(part.trained)]))
         run_nodes(chosen, env)
         return [env[twins[value]] for value in self.sums]
@@ -286,23 +290,43 @@ def _needed(program: Program, outputs: Sequence[Any], ends: Callable[[Value], bo
     return [node for node in program.nodes if node in nodes], needed
 
 
+def _plain(program: Program) -> list[Operation]:
+    """The operations other than views: for a single example JAX leaves out broadcasts."""
+    return [node for node in program.nodes if node.name not in VIEWS]
+
+
+def _viewed(program: Program) -> Callable[[Any], Any]:
+    """A function from an operand to the value or literal that it shows: itself, unless it is the result of a view."""
+    viewed: dict[Value, Any] = {}
+
+    def shown(operand: Any) -> Any:
+        return viewed.get(operand, operand) if isinstance(operand, Value) else operand
+
+    for node in program.nodes:
+        if node.name in VIEWS:
+            viewed[node.results[0]] = shown(node.operands[0])
+    return shown
+
+
 def _same(one: Any, other: Any, twins: dict[Value, Value]) -> bool:
     if isinstance(one, Value):
         return twins[one] is other
     return not isinstance(other, Value) and bool(np.array_equal(one.val, other.val, equal_nan=True))
 
 
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two closed jaxprs run the same operations on the same literals; shapes may differ."""
-    pairs = list(itertools.zip_longest(one.jaxpr.eqns, other.jaxpr.eqns))
-    return all(
-        left is not None
-        and right is not None
-        and left.primitive is right.primitive
-        and all(map(_same_literals, left.invars, right.invars))
-        and all(map(_alike, bodies(left), bodies(right)))
-        for left, right in pairs
-    ) and all(map(_starts_with, one.consts, other.consts))
+def _difference(one: Any, other: Any) -> str | None:
+    """The first operation in which two closed jaxprs differ, other than in shapes; None if there is none."""
+    plain = ([eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name not in VIEWS] for jaxpr in (one, other))
+    for left, right in itertools.zip_longest(*plain):
+        if left is None or right is None:
+            return f"{(left or right).primitive.name}"
+        inside = next(filter(None, map(_difference, bodies(left), bodies(right))), None)
+        if inside is not None:
+            return inside
+        if left.primitive is not right.primitive or not all(map(_same_literals, left.invars, right.invars)):
+            source = compat.source_line(left)
+            return left.primitive.name + (f" at {source}" if source else "")
+    return None if all(map(_starts_with, one.consts, other.consts)) else "a constant"
 
 
 def _same_literals(left: Any, right: Any) -> bool:
