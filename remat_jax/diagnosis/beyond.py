@@ -1,14 +1,9 @@
 """Compiles the step with each change that `doctor` advises in addition to policies. The advice then states compiled bytes.
 
-The model's output head (the matmul that computes the logits) and its attentions are changed in the traced loss, in
-which the blocks are still marked (`core.marks`), so a policy reaches the changed blocks. The changed loss computes other
-values, but its arrays have the same shapes as after the user's change, so it needs the same memory. There are two such changes:
-
-- **head**: the head runs in chunks (`in_chunks`) with optax's cross entropy, which replaces everything that the loss computes
-  from the logits. The loss is the mean over the tokens, as in most models: on a mesh, XLA's schedule, and so the memory, may
-  change with the division by the number of tokens.
-- **scores**: JAX's attention kernel for GPUs replaces both matmuls of an attention and the softmax between them. The mask is
-  left out.
+With its output head in chunks (`train.chunked_head`), the loss stays the same function. Attention is changed in the traced
+loss, in which the blocks are still marked (`core.marks`), so a policy reaches the changed blocks. JAX's attention kernel for
+GPUs replaces both matmuls of an attention and the softmax between them. The mask is left out: the changed loss computes other
+values, but its arrays have the same shapes as after the user's change, so it needs the same memory.
 """
 
 from __future__ import annotations
@@ -16,13 +11,12 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from remat_jax import compat
 from remat_jax.apply import scope
@@ -30,12 +24,11 @@ from remat_jax.apply.effect import with_blocks
 from remat_jax.apply.per_layer import layered
 from remat_jax.core.marks import mark_of
 from remat_jax.core.softmax_products import traced_products
-from remat_jax.core.walk import bodies, equations, evaluate_equations, map_inner, retrace, value_of, values_of_inputs, variables
+from remat_jax.core.walk import bodies, equations, evaluate_equations, map_inner, retrace, value_of, values_of_inputs
 from remat_jax.errors import CompileError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory import MemoryReport
 from remat_jax.memory.advice import (
-    CHUNKS,
     DONATION,
     DTYPE,
     HEAD,
@@ -51,15 +44,13 @@ from remat_jax.memory.advice import (
 from remat_jax.memory.compile.compiler import compile_programs, export_step
 from remat_jax.mesh import under
 from remat_jax.policy import as_block_policy, is_off
-from remat_jax.train import in_chunks, offload_optimizer
+from remat_jax.train import offload_optimizer
+from remat_jax.train.chunked_head import chunk_head
 from remat_jax.train.streaming import inlined
 from remat_jax.workload import TrainingStep, Workload
 
 # JAX's attention kernel processes this number of queries, and of keys, at a time.
 _TILE = 128
-
-Change = Callable[[Any, Sequence[Any]], list[Any]]
-"""A function that evaluates a closed jaxpr on flat arguments, with a change made in it, and returns the flat outputs."""
 
 
 def compiled_advice(
@@ -67,8 +58,8 @@ def compiled_advice(
 ) -> tuple[Advice, ...]:
     """`report.advice` with compiled bytes, the largest reduction first.
 
-    If a changed step cannot be compiled, its bytes stay estimates. Reductions below 2 % of the unchanged step's device memory
-    are left out.
+    If a changed step cannot be compiled, its bytes stay estimates; if the loss cannot be changed, `why` ends with the reason.
+    Reductions below 2 % of the unchanged step's device memory are left out.
     """
     compiled = [_compiled(workload, policy, advice, report, target, timeout) for advice in report.advice]
     worth = [advice for advice in compiled if advice.bytes >= LEAST * report.device_bytes]
@@ -81,9 +72,10 @@ def _compiled(workload: Workload, policy: Any, advice: Advice, report: MemoryRep
         return advice
     try:
         program = export_step(advice.what, step, target)
-    except Exception:  # some heads and attentions cannot be rewritten
+    except Exception as error:  # some heads and attentions cannot be changed
         if advice.what in (HEAD, SCORES):
-            return advice
+            reason = str(error).partition("\n")[0]
+            return replace(advice, why=f"{advice.why}. The change was not compiled: {reason}")
         raise
     try:
         sizes = compile_programs([program], target, timeout=timeout)[advice.what]
@@ -101,12 +93,12 @@ def _changed_step(workload: Workload, policy: Any, advice: Advice) -> TrainingSt
         return replace(step, donate_argnums=tuple(sorted({*step.donate_argnums, *undonated_arguments(workload)})))
     changed = copy.copy(workload)
     if advice.what in (HEAD, SCORES):
-        if not workload.has_loss:
+        if workload.own_loss is None:
             return None
-        change = head_in_chunks if advice.what == HEAD else attention_in_a_kernel
-        changed.loss = with_change(workload, policy, change)
-        return changed.step("off")
-    if advice.what == STATE:
+        if advice.what == HEAD:
+            return workload.with_loss(chunk_head(workload.own_loss)).step(policy)
+        changed.loss, policy = attention_in_a_kernel(workload, policy), "off"
+    elif advice.what == STATE:
         changed.optimizer = offload_optimizer(workload.optimizer)
     elif advice.what == DTYPE:
         changed.params = in_bfloat16(workload.params)
@@ -115,14 +107,14 @@ def _changed_step(workload: Workload, policy: Any, advice: Advice) -> TrainingSt
     return changed.step(policy)
 
 
-# --- changes of the traced loss ---------------------------------------------------------------------------------------
+# --- attention in a kernel ---------------------------------------------------------------------------------------------
 
 
-def with_change(workload: Workload, policy: Any, change: Change) -> Callable[..., Any]:
-    """The loss of `workload` under `policy`, with `change` made in the traced loss.
+def attention_in_a_kernel(workload: Workload, policy: Any) -> Callable[..., Any]:
+    """The loss of `workload` under `policy`, with one kernel for GPUs in the place of each attention, also in inner jaxprs.
 
     Raises (when the loss is traced):
-      UnsupportedError: the loss has nothing that `change` can change.
+      UnsupportedError: the loss has no attention, or no kernel takes its shapes.
     """
     policies = policy if isinstance(policy, dict) else dict.fromkeys(workload.blocks, as_block_policy(policy))
     marking = None
@@ -133,21 +125,29 @@ def with_change(workload: Workload, policy: Any, change: Change) -> Callable[...
         leaves = jax.tree.leaves(args)
         if marking is None:
             jaxpr, shape = jax.make_jaxpr(workload.loss, return_shape=True)(*args)
-            outputs = change(_flat(jaxpr), leaves)
+            outputs = _with_kernels(_checked(jaxpr), leaves)
         else:
             with scope.applying(marking) as record:
                 traced = jax.make_jaxpr(lambda *args: with_blocks(marking, workload.loss, args, {}), return_shape=True)
                 jaxpr, shape = traced(*args)
                 blocks = frozenset(block for block, _ in marking.entries)
-                outputs = layered.evaluate(_changed(jaxpr, change), leaves, blocks, record.audit)[0]
+                outputs = layered.evaluate(_changed(_checked(jaxpr)), leaves, blocks, record.audit)[0]
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
     return under(workload.mesh, loss)
 
 
-def _changed(jaxpr: Any, change: Change) -> Any:
+def _checked(jaxpr: Any) -> Any:
+    """`_flat(jaxpr)`. Raises UnsupportedError if it has no attention."""
     flat = _flat(jaxpr)
-    return compat.dce(retrace(flat, lambda *args: change(flat, args)))
+    if not _has_attention(flat):
+        raise UnsupportedError("the loss has no attention whose scores are read only to mix values")
+    return flat
+
+
+def _changed(jaxpr: Any) -> Any:
+    flat = _flat(jaxpr)
+    return compat.dce(retrace(flat, lambda *args: _with_kernels(flat, args)))
 
 
 def _flat(jaxpr: Any) -> Any:
@@ -167,102 +167,8 @@ def _padded(array: Any, axis: int, more: int) -> Any:
     return jnp.pad(array, [(0, more if dim == axis else 0) for dim in range(array.ndim)]) if more else array
 
 
-def _dependents(eqns: Sequence[Any], made: Sequence[Any]) -> list[Any]:
-    """The equations of `eqns` that depend on a variable of `made`, directly or through other equations."""
-    reached, dependents = set(made), []
-    for eqn in eqns:
-        if not reached.isdisjoint(variables(eqn.invars)):
-            dependents.append(eqn)
-            reached.update(eqn.outvars)
-    return dependents
-
-
-# --- a head in chunks --------------------------------------------------------------------------------------------------
-
-
-def head_in_chunks(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """A `Change` that runs every output head of the loss in chunks. The first output of `jaxpr` must be the loss."""
-    eqns, outputs = jaxpr.jaxpr.eqns, jaxpr.jaxpr.outvars
-    here = {id(eqn) for eqn in eqns}
-    heads = [each.eqn for each in traced_products(jaxpr) if each.is_head and id(each.eqn) in here]
-    after = _dependents(eqns, [eqn.outvars[0] for eqn in heads])
-    made = {atom for eqn in (*heads, *after) for atom in eqn.outvars}
-    if not heads or outputs[0] not in made:
-        raise UnsupportedError("the loss does not read the logits of a head outside loops, or returns them")
-    if any(atom.aval.size >= eqn.outvars[0].aval.size for atom in outputs for eqn in heads if atom in made):
-        raise UnsupportedError("the loss returns an array as large as its logits")
-    removed = {*heads, *after}
-    env = values_of_inputs(jaxpr, args)
-    evaluate_equations([eqn for eqn in eqns if eqn not in removed], env, lambda *_: None)
-    # The values that the removed equations read, except operands of the heads.
-    operands = {atom for eqn in heads for atom in variables(eqn.invars)}
-    read = dict.fromkeys(atom for eqn in after for atom in variables(eqn.invars))
-    beside = {atom: env[atom] for atom in read if atom in env and atom not in operands}
-    loss = sum(_cross_entropy(head, eqns, env, [*beside.values()]) for head in heads)
-    # Add the floating-point values that depend on inputs (parameters or batch), such as a router's loss: some have a gradient.
-    inputs = jaxpr.jaxpr.invars
-    varying = {*inputs, *(atom for eqn in _dependents(eqns, inputs) for atom in eqn.outvars)}
-    terms = [value for atom, value in beside.items() if atom in varying and jnp.issubdtype(value.dtype, jnp.floating)]
-    loss += sum(jnp.sum(value.astype(jnp.float32)) for value in terms)
-    results = [jnp.zeros(atom.aval.shape, atom.aval.dtype) if atom in made else value_of(atom, env) for atom in outputs]
-    return [loss.astype(outputs[0].aval.dtype), *results[1:]]
-
-
-_VIEWS = ("convert_element_type", "transpose")
-
-
-def _cross_entropy(head: Any, eqns: Sequence[Any], env: Mapping[Any, Any], beside: Sequence[Any]) -> Any:
-    """The mean cross entropy of the logits of `head`, computed in chunks of the tokens.
-
-    `head` is the equation of `eqns` that multiplies the tokens' hidden states by the head's weights. The targets are the first
-    integer array in `beside` with one element per token; zeros if there is no such array.
-    """
-    contracted = head.params["dimension_numbers"][0]
-    free = [
-        [dim for dim in range(atom.aval.ndim) if dim not in dims] for atom, dims in zip(head.invars, contracted, strict=True)
-    ]
-    place = 0 if len(free[0]) >= len(free[1]) else 1  # the position of the hidden states among the operands of `head`
-    if len(free[1 - place]) != 1:
-        raise UnsupportedError(f"the logits {list(head.outvars[0].aval.shape)} have no single dimension of classes")
-    makers = {view.outvars[0]: view for view in eqns if view.primitive.name in _VIEWS}
-    variable = head.invars[1 - place]
-    views: list[Any] = []
-    while variable in makers:
-        views.insert(0, makers[variable])
-        variable = views[0].invars[0]
-    tokens, kernel = value_of(head.invars[place], env), value_of(variable, env)
-    kinds = {name: head.params[name] for name in ("dimension_numbers", "precision", "preferred_element_type")}
-
-    def summed(tokens: Any, targets: Any) -> Any:
-        view = kernel
-        for eqn in views:  # each chunk casts and transposes the head's weights again
-            (view,) = compat.bind(eqn, [view])
-        logits = jax.lax.dot_general(*((tokens, view) if place == 0 else (view, tokens)), **kinds)
-        logits = jnp.moveaxis(logits, -1 if place == 0 else 0, -1).astype(jnp.float32)
-        return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
-
-    axis, shape = free[place][-1], [tokens.shape[dim] for dim in free[place]]
-    numbers = (x for x in beside if jnp.issubdtype(x.dtype, jnp.integer) and x.size == math.prod(shape))
-    targets = next(numbers, jnp.zeros(shape, jnp.int32)).reshape(shape)
-    n = min(CHUNKS, shape[-1])
-    more = -shape[-1] % n
-    tokens, targets = _padded(tokens, axis, more), _padded(targets, targets.ndim - 1, more)
-    with compat.eqn_context(head):
-        return in_chunks(summed, n, axis=(axis, targets.ndim - 1))(tokens, targets) / math.prod(shape)
-
-
-# --- attention in a kernel ---------------------------------------------------------------------------------------------
-
-
 # The matmul of queries and keys, the matmul of weights and values, and the values' operand index (0 or 1) in the latter.
 _Attention = tuple[Any, Any, int]
-
-
-def attention_in_a_kernel(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """A `Change` that runs every attention of the loss, also in inner jaxprs, as one kernel for GPUs."""
-    if not _has_attention(jaxpr):
-        raise UnsupportedError("the loss has no attention whose scores are read only to mix values")
-    return _with_kernels(jaxpr, args)
 
 
 def _has_attention(jaxpr: Any) -> bool:
@@ -282,9 +188,9 @@ def _with_kernels(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
             return [_kernel(*attentions[eqn], env)]
         if (mark := mark_of(eqn)) is not None:
             # The jaxpr in the mark leaves out the `vmap`s around the block; `layered` adds them when it applies the policy.
-            return compat.bind(eqn, inputs, mark=replace(mark, jaxpr=_changed(mark.jaxpr, _with_kernels)))
+            return compat.bind(eqn, inputs, mark=replace(mark, jaxpr=_changed(mark.jaxpr)))
         if any(map(_has_attention, bodies(eqn))):
-            return compat.bind(eqn, inputs, **map_inner(eqn, lambda body: _changed(body, _with_kernels)))
+            return compat.bind(eqn, inputs, **map_inner(eqn, _changed))
         return None
 
     evaluate_equations(jaxpr.jaxpr.eqns, env, visit)

@@ -17,6 +17,7 @@ from remat_jax.memory.hlo.live import RESULT, LiveBuffer, Timeline
 from remat_jax.memory.hlo.text import arrays_of
 from remat_jax.report.tables import format_bytes
 from remat_jax.train import OffloadedOptimizer
+from remat_jax.train.chunked_head import CHUNKS
 from remat_jax.train.parameters import device_bytes, result_structs
 from remat_jax.train.sums import wide
 from remat_jax.workload import Workload
@@ -27,7 +28,6 @@ LEAST = 0.02
 SHOWN = 0.05
 """Advice is printed with a report or a plan if it reduces the step's device memory by at least this share."""
 
-CHUNKS = 8
 MICRO_BATCHES = 2
 
 HEAD, SCORES, STATE = "head in chunks", "attention in a kernel", "optimizer state on the host"
@@ -42,7 +42,7 @@ class Advice:
       what: the change in a few words, such as `"head in chunks"`.
       bytes: the device memory that the change frees; on a mesh, on one device.
       how: the code to write.
-      why: the buffers that occupy the memory now.
+      why: the buffers that occupy the memory now; if `doctor` could not make the change, also the reason.
       compiled: whether `doctor` compiled the changed step. Otherwise `bytes` is estimated: the peak of the compiled
         schedule is computed again without the buffers that the change removes.
     """
