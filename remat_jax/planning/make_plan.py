@@ -218,6 +218,11 @@ class _Planner:
     def _left(self) -> float:
         return self.deadline - time.monotonic()
 
+    @property
+    def _timeout_text(self) -> str:
+        # A second plan has what is left of the whole call's time.
+        return f"{self.timeout if self.timeout < 10 else round(self.timeout):g}"
+
     def _is_late(self) -> bool:
         return self._left() < 0
 
@@ -230,11 +235,11 @@ class _Planner:
     def _find(self, ended: Ended, best: Tried, fields: Mapping[str, Any]) -> None:
         """Add findings: what was not shown of the plan's step, and what is to be known of its memory."""
         sizes, candidate = best.compiled.sizes, best.candidate
-        why = {"compilations": "; no compilations were left", "time": f"; timeout={self.timeout:g} s was over"}.get(
+        why = {"compilations": "; no compilations were left", "time": f"; timeout={self._timeout_text} s was over"}.get(
             ended.by, ""
         )
         if ended.by == "time" or self._is_late():
-            text = f"The search ended after timeout={self.timeout:g} s; a longer timeout may find a faster plan"
+            text = f"The search ended after timeout={self._timeout_text} s; a longer timeout may find a faster plan"
             self.findings.append(info("cut_short", text))
         if unknown := list(dict.fromkeys(step.name for step in ended.left if step.family == "named")):
             self.findings.append(info("not_shown", f"Not shown: whether {' and '.join(unknown)} would fit and be faster{why}"))
