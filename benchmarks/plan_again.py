@@ -36,7 +36,6 @@ def planned(before: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "budget": row["budget"],
             "before": {"seconds": row["seconds"], "compiled": len(row["tried"])},
             "seconds": made.seconds,
-            "device_bytes": made.device_bytes,
             "host_bytes": made.host_bytes,
             "compiled": len(made.tried),
             "wall_seconds": time.monotonic() - begin,
