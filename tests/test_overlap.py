@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import math
@@ -173,7 +174,34 @@ def test_no_trace_is_kept_alive() -> None:
         jax.jit(jax.grad(fn))(params, x)
         jax.grad(jax.jit(fn))(params, x)
     gc.collect()
-    assert not overlap._outputs
+    assert not any(link.outputs or link.values for link in overlap._links.get())
+
+
+def as_root(fn: Any, x: Any) -> Any:
+    solve = lambda fn, v: v - fn(v)  # noqa: E731
+    return jax.lax.custom_root(lambda v: v + fn(v) - x, x, solve, lambda linear, v: v / linear(jnp.ones_like(v)))
+
+
+@pytest.mark.parametrize("policy", ["save: @dots; offload: *", "offload_inputs"])
+@pytest.mark.parametrize("inside", ["vmap", "root", "a call that fails"])
+def test_no_trace_is_kept_alive_by_an_integer_output(inside: str, policy: str) -> None:
+    block, (w, x) = rj.remat(lambda w, x, i: (plain(w, x), i + 1), policy), arrays()
+    way = {"vmap": lambda fn, x: jax.vmap(fn)(jnp.stack([x, x])), "root": as_root}.get(inside)
+
+    def loss(w: Any, x: Any) -> Any:
+        def layers(x: Any) -> Any:
+            x, i = block(w, *block(w, x, jnp.arange(3)))
+            jax.debug.print("{}", i)
+            if way is None:
+                raise FileNotFoundError
+            return x + i[0]
+
+        return jnp.sum(way(layers, x) if way else layers(x))
+
+    with jax.checking_leaks(), contextlib.nullcontext() if way else pytest.raises(FileNotFoundError):
+        jax.jit(jax.grad(loss, (0, 1))).lower(w, x)
+    gc.collect()
+    assert not any(link.outputs or link.values for link in overlap._links.get())
 
 
 # --- nothing else changes ---------------------------------------------------------------------------------------------

@@ -73,6 +73,7 @@ from remat_jax.compat.tracing import is_array as is_array
 from remat_jax.compat.tracing import is_differentiated as is_differentiated
 from remat_jax.compat.tracing import is_fixed_in_loops as is_fixed_in_loops
 from remat_jax.compat.tracing import is_numpy_scalar as is_numpy_scalar
+from remat_jax.compat.tracing import is_of_current_trace as is_of_current_trace
 from remat_jax.compat.tracing import is_on_host as is_on_host
 from remat_jax.compat.tracing import is_operand as is_operand
 from remat_jax.compat.tracing import is_staged as is_staged

@@ -187,6 +187,11 @@ def is_traced(leaf: Any) -> bool:
     return isinstance(leaf, _core.Tracer)
 
 
+def is_of_current_trace(leaf: Any) -> bool:
+    """Whether `leaf` is a tracer of the current trace, not of a trace around it."""
+    return getattr(leaf, "_trace", None) is _core.trace_ctx.trace
+
+
 def is_staged(leaf: Any) -> bool:
     """Whether `leaf` is being traced into a jaxpr, also under `grad` and `vmap`; False if JAX runs op by op."""
     return _staged(leaf) is not None

@@ -45,36 +45,40 @@ Block = Callable[..., list[Any]]
 class _Link:
     """The arrays that a linked block leaves on the host for the next block.
 
+    A link is emptied when the next block takes it, or when the last output that is a tracer of the current trace is gone. Its
+    arrays do not hold such an output, so no trace stays alive. They may hold other outputs: an integer has no tangent, so it is
+    a tracer of the program around the gradient, and may even be its own loose output.
+
     Attributes:
-      serial: the block's number among the linked blocks of its thread.
       trace: JAX's trace state when the block was called. Only blocks called in the same state can take the link.
-      values: the arrays; None after the next block has taken them.
+      values: the arrays.
       readings: an entry for each array (`ties.Links`).
+      outputs: each output of the block, tied to its copies, and the loose output that replaces it.
+      alive: how many of the outputs are tracers of the current trace and not gone.
     """
 
-    serial: int
     trace: Any
-    values: list[Any] | None
+    values: list[Any]
     readings: Links
+    outputs: list[tuple[weakref.ref[Any], Any]]
+    alive: int = 0
+
+    def lose(self, _: Any) -> None:
+        """Note that one of the `alive` outputs is gone."""
+        self.alive -= 1
+        if not self.alive:
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget the arrays and the outputs."""
+        self.values, self.outputs = [], []
 
 
-@dataclass(frozen=True)
-class _Output:
-    """An output of a linked block: tied to the block's copies (`itself`) and untied (`loose`). `link` is the block's link."""
-
-    itself: weakref.ref[Any]
-    loose: Any
-    link: _Link
-
-
-# id of an output of a linked block → the output. An entry is removed with its output, so no trace stays alive, and no other
-# array has the id of an entry.
-_outputs: dict[int, _Output] = {}
-# How many linked blocks this thread has traced.
-_serial: ContextVar[int] = ContextVar("serial", default=0)
+# The links of the last linked blocks that this thread has traced, oldest first.
+_links: ContextVar[tuple[_Link, ...]] = ContextVar("links", default=())
 # A block takes a link only from the last two linked blocks. Arrays that it fetches in its backward pass are on the device until
 # the backward passes of all blocks in between are done. One block in between is allowed, for models with two parallel streams.
-_MAX_DISTANCE = 2
+_MOST_LINKS = 2
 # For each kind of block (a key that `_handed` makes), the arrays that such a block leaves on the host.
 _handed_by_kind: dict[Any, list[_Handed]] = {}
 _MOST_KINDS = 64
@@ -210,34 +214,28 @@ def _differentiated(value: Any) -> bool:
 def _take(values: list[Any]) -> tuple[list[Any], list[Any], Links] | None:
     """Take the newest link of `values`. Returns `(values with loose outputs, arrays on the host, their readings)`, or None."""
     here = jex.get_opaque_trace_state()
-    outputs = {place: _outputs[id(value)] for place, value in enumerate(values) if id(value) in _outputs}
-    outputs = {
-        place: output
-        for place, output in outputs.items()
-        if output.itself() is values[place] and output.link.values is not None and output.link.trace == here
-        if _serial.get() - output.link.serial < _MAX_DISTANCE
-    }
-    if not outputs:
-        return None
-    link = max((output.link for output in outputs.values()), key=lambda link: link.serial)
-    for place, output in outputs.items():
-        if output.link is link:
-            values[place] = output.loose
-    before, link.values = link.values, None
-    return values, before or [], link.readings
+    for link in reversed(_links.get()):
+        loose = ByIdentity((output(), other) for output, other in link.outputs)
+        if link.trace == here and any(value in loose for value in values):
+            before = link.values
+            link.clear()
+            return [loose.get(value, value) for value in values], before, link.readings
+    return None
 
 
 def _leave(outputs: Sequence[Any], loose: Sequence[Any], handed: list[Any], readings: Links) -> None:
-    _serial.set(_serial.get() + 1)
-    link = _Link(_serial.get(), jex.get_opaque_trace_state(), handed, readings)
+    link = _Link(jex.get_opaque_trace_state(), handed, readings, [])
     for output, other in zip(outputs, loose, strict=True):
+        of_current = compat.is_of_current_trace(output)
+        link.alive += of_current
         if compat.is_traced(output):
-            key = id(output)
-            _outputs[key] = _Output(weakref.ref(output, functools.partial(_forget, key)), other, link)
-
-
-def _forget(key: int, _: Any) -> None:
-    _outputs.pop(key, None)
+            link.outputs.append((weakref.ref(output, link.lose if of_current else None), other))
+    if not link.alive:
+        link.clear()
+    links = (*_links.get(), link)
+    for old in links[:-_MOST_LINKS]:
+        old.clear()
+    _links.set(links[-_MOST_LINKS:])
 
 
 def _evaluate(*operands: Any, jaxpr: ClosedJaxpr, **_: Any) -> list[Any]:
