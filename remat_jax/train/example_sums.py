@@ -42,7 +42,7 @@ class ExampleRegion(TokenRegion):
         super().__init__(program, given, rows, in_rule=in_rule, calls=_step_of_call)
         self.reasons: dict[Value, str] = {}
         self.drawn: set[Value] = set()
-        self.inner: dict[Operation, list[ExampleRegion]] = {}
+        self.inner: dict[Operation, list[TokenRegion]] = {}
 
     def want(self, value: Value, cut: AxisPlace | None) -> None:
         """Find where the rows of `value`, which is not computed from the batch, come from."""

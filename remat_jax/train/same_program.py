@@ -17,21 +17,18 @@ from remat_jax.core.axes import AxisPlace, Passage, resized
 from remat_jax.core.walk import bodies, equations
 from remat_jax.train.example_sums import ExampleRegion
 from remat_jax.train.head_program import VIEWS, Operation, Program, Value, program_of
-from remat_jax.train.head_region import NotPerToken, text
+from remat_jax.train.head_region import NotPerToken, TokenRegion, text
 from remat_jax.train.head_rules import traced_rule
 
 
-def twins_of(region: ExampleRegion, other: Program, outputs: Sequence[Any], rows: int) -> dict[Any, Any]:
+def twins_of(region: TokenRegion, other: Program, outputs: Sequence[Any], rows: int) -> dict[Any, Any]:
     """For each value of the region's program that of `other`, the same function traced for this number of rows.
 
     Raises:
       NotPerToken: `outputs` are not computed alike.
     """
-    program = region.program
-    pairs = list(zip(_plain(program), _plain(other), strict=False))
-    same = len(_plain(program)) == len(_plain(other)) and len(program.constants) == len(other.constants)
-    if not same or any(one.name != two.name for one, two in pairs):
-        raise NotPerToken("the loss runs other operations for fewer examples")
+    assert isinstance(region, ExampleRegion)
+    program, pairs = region.program, _pairs(region.program, other)
     twins = dict(zip(program.inputs, other.inputs, strict=True))
     twins |= dict(zip(program.constants, other.constants, strict=True))
     for one, two in pairs:
@@ -57,6 +54,15 @@ def twins_of(region: ExampleRegion, other: Program, outputs: Sequence[Any], rows
     if outputs is program.outputs and not are_same(outputs, other.outputs):
         raise NotPerToken("a result depends on the number of examples")
     return twins
+
+
+def _pairs(program: Program, other: Program) -> list[tuple[Operation, Operation]]:
+    """The operations of two programs other than views: for a single example JAX leaves out broadcasts."""
+    plain, others = ([node for node in each.nodes if node.name not in VIEWS] for each in (program, other))
+    same = [node.name for node in plain] == [node.name for node in others]
+    if not same or len(program.constants) != len(other.constants):
+        raise NotPerToken("the loss runs other operations for fewer examples")
+    return list(zip(plain, others, strict=True))
 
 
 def needed_operations(
@@ -105,8 +111,8 @@ def _fits(one: Operation, two: Operation, through: Passage, rows: int) -> bool:
     shapes = [_shape(atom.aval.shape, cut, rows) for atom, cut in zip(atoms, cuts, strict=True)]
     given, found = compat.parameters(one.eqn), compat.parameters(two.eqn)
     params = {**given, **resized(one.eqn, through, rows)}
-    if rows == 1 and one.name == "gather" and shapes[1] != two.operands[1].aval.shape:
-        params["dimension_numbers"], shapes[1] = _without_row(params["dimension_numbers"], shapes[1], through)
+    if rows == 1 and one.name in _WITHOUT_ROW and shapes[1] != two.operands[1].aval.shape:
+        params["dimension_numbers"] = _WITHOUT_ROW[one.name](params["dimension_numbers"], shapes, cuts)
     if [(*shape, atom.aval.dtype) for shape, atom in zip(shapes, atoms, strict=True)] != [
         (*atom.aval.shape, atom.aval.dtype) for atom in others
     ]:
@@ -119,17 +125,38 @@ def _fits(one: Operation, two: Operation, through: Passage, rows: int) -> bool:
     return True
 
 
-def _without_row(numbers: Any, indices: tuple[int, ...], through: Passage) -> tuple[Any, tuple[int, ...]]:
-    """The dimension numbers, and the shape of the indices, of a gather that has the only row in its slice."""
-    of_operand, of_indices, of_result = (cut and cut.dim for cut in (*through.operands[:2], through.results[0]))
-    if None in (of_operand, of_indices) or of_operand not in numbers.operand_batching_dims:
-        return numbers, indices
-    rest = [dim for dim in numbers.start_indices_batching_dims if dim != of_indices]
+def _gather_without_row(numbers: Any, shapes: list[tuple[int, ...]], cuts: Sequence[AxisPlace | None]) -> Any:
+    """The numbers of a gather for a single row, which `jnp.take_along_axis` has in the slice; `shapes` are changed."""
+    of_operand, of_indices, of_result = cuts[0], cuts[1], cuts[-1]
+    if of_operand is None or of_indices is None or of_result is None or of_operand.dim not in numbers.operand_batching_dims:
+        return numbers
+    shapes[1] = _dropped(shapes[1], of_indices.dim)
     return numbers._replace(
-        offset_dims=tuple(sorted((*numbers.offset_dims, of_result))),
-        operand_batching_dims=tuple(dim for dim in numbers.operand_batching_dims if dim != of_operand),
-        start_indices_batching_dims=tuple(dim - (dim > of_indices) for dim in rest),
-    ), (*indices[:of_indices], *indices[of_indices + 1 :])
+        offset_dims=tuple(sorted((*numbers.offset_dims, of_result.dim))),
+        operand_batching_dims=tuple(dim for dim in numbers.operand_batching_dims if dim != of_operand.dim),
+        start_indices_batching_dims=_moved(numbers.start_indices_batching_dims, of_indices.dim),
+    )
+
+
+def _dot_without_row(numbers: Any, shapes: list[tuple[int, ...]], cuts: Sequence[AxisPlace | None]) -> Any:
+    """The numbers of a product for a single row, whose axis `jnp.matmul` leaves out; `shapes` are changed."""
+    left, right, result = cuts
+    if left is None or right is None or result is None:
+        return numbers
+    shapes[:] = [_dropped(shape, cut.dim) for shape, cut in zip(shapes, (left, right, result), strict=True)]
+    return tuple((_moved(lefts, left.dim), _moved(rights, right.dim)) for lefts, rights in numbers)
+
+
+def _dropped(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])
+
+
+def _moved(dims: Sequence[int], gone: int) -> tuple[int, ...]:
+    """The same dimensions of an array that has lost one."""
+    return tuple(dim - (dim > gone) for dim in dims if dim != gone)
+
+
+_WITHOUT_ROW: dict[str, Callable[..., Any]] = {"dot_general": _dot_without_row, "gather": _gather_without_row}
 
 
 def _shape(shape: tuple[int, ...], cut: AxisPlace | None, rows: int) -> tuple[int, ...]:
@@ -141,11 +168,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, int | float | str | enum.Enum | np.dtype)
-
-
-def _plain(program: Program) -> list[Operation]:
-    """The operations other than views: for a single example JAX leaves out broadcasts."""
-    return [node for node in program.nodes if node.name not in VIEWS]
 
 
 def _viewed(program: Program) -> Callable[[Any], Any]:
