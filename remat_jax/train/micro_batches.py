@@ -22,7 +22,7 @@ from remat_jax import compat
 from remat_jax.errors import PlanningError
 from remat_jax.train import sums
 from remat_jax.train.example_sums import ROWS, ExampleRegion
-from remat_jax.train.head_program import Value, program_of, read, run_nodes
+from remat_jax.train.head_program import Program, Value, program_of, read, run_nodes
 from remat_jax.train.head_region import NotPerToken, text
 from remat_jax.train.parts import accumulate_gradients, check_batch, is_key
 from remat_jax.train.same_program import needed_operations, twins_of
@@ -160,7 +160,7 @@ class _Loss:
         self.places = _parted_places(batch, states)
         self.parted = _leaves_at(batch, self.places)
         self.rows = [self.program.inputs[first + place] for place in self.places if not is_key(leaves[place])]
-        self.has_key = any(map(is_key, leaves))
+        self.keys = [self.program.inputs[first + place] for place in self.places if is_key(leaves[place])]
 
     @classmethod
     def of_part(cls, *arguments: Any) -> _Loss:
@@ -191,10 +191,10 @@ class _Rest:
         self._loss, program = loss, loss.program
         self.region = ExampleRegion(program, dict.fromkeys(loss.rows, ROWS), loss.rows[0].aval.shape[0])
         self.region.find_rows()
-        if self.region.drawn and not loss.has_key:
+        if not self.region.drawn <= _reached(program, loss.keys):
             raise NotPerToken(
-                "the loss draws random numbers for each example, but its batch has no key, so all micro-batches would draw the "
-                "same: give the key in the batch, as jax.random.key(…)"
+                "the loss draws random numbers for each example, but its batch has no key for them: all micro-batches would draw "
+                "the same: give the key in the batch, as jax.random.key(…)"
             )
         self._nodes, needed = needed_operations(program, program.outputs, self._is_sum)
         self.sums = [value for node in program.nodes for value in node.results if value in needed and self._is_sum(value)]
@@ -212,11 +212,7 @@ class _Rest:
     @functools.cached_property
     def _varied(self) -> set[Value]:
         """The values that depend on a trained parameter."""
-        varied = set(self._loss.trained)
-        for node in self._loss.program.nodes:
-            if not varied.isdisjoint(node.values):
-                varied.update(node.results)
-        return varied
+        return _reached(self._loss.program, self._loss.trained)
 
     def _is_sum(self, value: Value) -> bool:
         return value in self.region.sums and value in self._varied
@@ -266,6 +262,15 @@ class _Rest:
         env = part.values(jax.tree.unflatten(jax.tree.structure(part.trained), part.inputs[: len(part.trained)]))
         run_nodes(chosen, env)
         return [env[twins[value]] for value in self.sums]
+
+
+def _reached(program: Program, start: Sequence[Value]) -> set[Value]:
+    """`start`, and the values that depend on it."""
+    reached = set(start)
+    for node in program.nodes:
+        if not reached.isdisjoint(node.values):
+            reached.update(node.results)
+    return reached
 
 
 def _is_smooth(value: Value) -> bool:
