@@ -79,11 +79,11 @@ class Rule:
         region = self.region
         if isinstance(value, Value) and (value in region.cuts or value in region.sums):
             if region.cuts.get(value) != cut:
-                raise NotPerToken("the derivative rule moves tokens or sums over them")
+                raise NotPerToken(f"the derivative rule moves {region.things} or sums over them")
             return value, cut
         known = region.known(value)
         if known is None or np.any(known != 0):
-            raise NotPerToken("a result of the derivative rule does not depend on the tokens")
+            raise NotPerToken(f"a result of the derivative rule is not computed for each of the {region.things}")
         if isinstance(value, Value):
             region.want(value, cut)
             return value, cut

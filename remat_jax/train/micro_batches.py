@@ -193,8 +193,8 @@ class _Rest:
         self.region.find_rows()
         if not self.region.drawn <= _reached(program, loss.keys):
             raise NotPerToken(
-                "the loss draws random numbers for each example, but its batch has no key for them: all micro-batches would draw "
-                "the same: give the key in the batch, as jax.random.key(…)"
+                "the loss draws random numbers for each example, but its batch has no key for them, and all "
+                "micro-batches would draw the same: give the key in the batch, as jax.random.key(…)"
             )
         self._nodes, needed = needed_operations(program, program.outputs, self._is_sum)
         self.sums = [value for node in program.nodes for value in node.results if value in needed and self._is_sum(value)]
