@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import flax.linen as nn
@@ -64,6 +65,24 @@ def added_in_a_loop(params, x, labels, mask):
     return jax.lax.scan(add, jnp.zeros(()), (x.swapaxes(0, 1), labels.T))[0] / labels.size
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def clipped(x, axis=None):
+    """The identity, whose gradient has a norm below 1 along this axis."""
+    return x
+
+
+clipped.defvjp(lambda x, axis: (x, None), lambda axis, _, g: (g / (1 + jnp.sqrt(jnp.sum(g**2, axis, keepdims=True))),))
+
+
+@jax.custom_jvp
+def divided(x):
+    """The identity, whose derivative is divided by the number of rows."""
+    return x
+
+
+divided.defjvp(lambda primals, tangents: (primals[0], tangents[0] / primals[0].shape[0]))
+
+
 SUMS = {
     "mean": lambda p, x, y, m: entropy(logits(p, x), y).mean(),
     "sum": lambda p, x, y, m: entropy(unrolled(p, x), y).sum(),
@@ -80,6 +99,9 @@ SUMS = {
     "one-hot": lambda p, x, y, m: -(jax.nn.one_hot(y, WORDS) * jax.nn.log_softmax(logits(p, x))).sum(-1).mean(),
     "branch": lambda p, x, y, m: jax.lax.cond(p["head"][0, 0] > 0, jnp.sin, jnp.cos, logits(p, x)).mean(),
     "loop": added_in_a_loop,
+    "complex": lambda p, x, y, m: logits(p, x).mean() + ((2 + 3j) * (1j * logits(p, x)).mean()).real,
+    "clipped rows": lambda p, x, y, m: entropy(clipped(logits(p, x), axis=-1), y).mean(),
+    "clipped loss": lambda p, x, y, m: clipped(entropy(logits(p, x), y).mean()),
     "head in chunks": chunk_head(lambda p, x, y, m: entropy(logits(p, x), y).mean(), chunks=2),
 }
 
@@ -122,6 +144,36 @@ REFUSED = {
     ),
     "places": (lambda p, x, y, m: (logits(p, x)[..., 0] * jnp.arange(x.shape[0])[:, None]).sum(), "iota .* has a row for each"),
     "size": (lambda p, x, y, m: (logits(p, x) / x.shape[0]).sum(), "div .* depends on the number of examples"),
+    "size of a sum": (lambda p, x, y, m: (logits(p, x) / jnp.ones(len(x)).sum()).sum(), "reduce_sum .* number of examples"),
+    "size of a constant": (lambda p, x, y, m: (logits(p, x) * np.arange(len(x)).max()).sum(), "mul .* number of examples"),
+    "size as a power": (lambda p, x, y, m: (logits(p, x) ** len(x)).sum(), "integer_pow .* depends on the number"),
+    "size as a length": (
+        lambda p, x, y, m: jax.lax.fori_loop(0, len(x), lambda _, x: layer(x, p["layers"][0])[0], x).sum(),
+        "scan .* depends on the number",
+    ),
+    "size as a place": (lambda p, x, y, m: logits(p, x)[..., len(x) - 1].sum(), "slice .* depends on the number"),
+    "size in a call": (
+        lambda p, x, y, m: jax.checkpoint(lambda x: logits(p, x) * jnp.full((WORDS,), 1 / len(x)))(x).sum(),
+        "mul .* depends on the number",
+    ),
+    "size chooses": (
+        lambda p, x, y, m: jax.checkpoint(lambda x: x @ p["layers"][0] + x @ p["layers"][1 + len(x) // ROWS])(x).sum(),
+        "depends on the number",
+    ),
+    "parameters of rows": (
+        lambda p, x, y, m: (logits(p, x) * jnp.tile(p["head"].T.ravel(), 2)[: 10 * ROWS].reshape(ROWS, 1, 10)).sum(),
+        "is not computed from the batch",
+    ),
+    "derivative of all rows": (lambda p, x, y, m: entropy(clipped(logits(p, x)), y).mean(), "rule"),
+    "derivative of parameters": (lambda p, x, y, m: (x @ clipped(p["head"])).sum(), "has a derivative rule"),
+    "derivative with a size": (lambda p, x, y, m: divided(logits(p, x)).sum(), "div .* depends on the number"),
+    "while": (
+        lambda p, x, y, m: (
+            logits(p, x).sum()
+            + jax.lax.while_loop(lambda c: c[1] < 2, lambda c: (c[0] - c[0].mean(0), c[1] + 1), (x @ p["head"], 0))[0].sum()
+        ),
+        "while .* may combine",
+    ),
     "neighbours": (lambda p, x, y, m: logits(p, jnp.roll(x, 1, 0)).mean(), "slice .* combines examples"),
     "draws": (lambda p, x, y, m: (logits(p, x)[..., 0] * jax.random.normal(jax.random.key(0), m.shape)).sum(), "has no key"),
     "no rows": (lambda p, x, y, m: jnp.sum(p["head"] ** 2), "no sum over examples"),
@@ -134,6 +186,19 @@ def test_another_loss_is_refused_by_operation(name, x64):
     params, *batch = arrays()
     with pytest.raises(PlanningError, match=why):
         micro_batched(lambda params, _, *batch: loss(params, *batch), 2)(params, (), *batch)
+
+
+def test_micro_batches_of_one_example(x64):
+    params, x, labels, mask = arrays()
+    loss = SUMS["mean over a mask"]
+    got = micro_batched(lambda params, _, *batch: loss(params, *batch), ROWS)(params, (), x, labels, mask)
+    assert_close(got, jax.value_and_grad(loss)(params, x, labels, mask))
+
+    def of_rows(params, _, x):  # would broadcast with a single row
+        return jnp.sum(params * x)
+
+    with pytest.raises(PlanningError, match="is not computed from the batch"):
+        micro_batched(of_rows, ROWS)(jnp.ones((ROWS, 1)), (), mask)
 
 
 def test_a_row_for_each_example_is_not_returned(x64):
@@ -151,6 +216,15 @@ def test_a_key_is_folded_for_each_micro_batch(x64):
     wanted = [jax.value_and_grad(loss)(params, (), x[part::2], jax.random.fold_in(key, part)) for part in range(2)]
     wanted = jax.tree.map(lambda one, other: (one + other) / 2, *wanted)
     assert_close(micro_batched(loss, 2)(params, (), x, key), wanted)
+
+
+def test_a_key_for_something_else_does_not_count(x64):
+    def loss(params, _, x, key):
+        return jax.random.normal(key) * (logits(params, x) * jax.random.normal(jax.random.key(1), (len(x), 1, 1))).mean()
+
+    params, x, *_ = arrays()
+    with pytest.raises(PlanningError, match="no key for them"):
+        micro_batched(loss, 2)(params, (), x, jax.random.key(0))
 
 
 @pytest.mark.parametrize("declared", ["sum", "mean"])

@@ -8,8 +8,9 @@ checkpoints and calls with a custom derivative.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from remat_jax import compat
 from remat_jax.core.axes import AxisPlace, Passage
 from remat_jax.core.walk import bodies
 from remat_jax.train.head_program import Operation, Program, Value, program_of
-from remat_jax.train.head_region import NotPerToken, RegionStep, TokenRegion, text
+from remat_jax.train.head_region import Key, NotPerToken, RegionStep, TokenRegion, text
+from remat_jax.train.head_rules import Rule
 
 ROWS = AxisPlace(0)
 """Where the rows of an array of the batch are."""
@@ -30,15 +32,17 @@ class ExampleRegion(TokenRegion):
     """The operations that compute something for each row, up to the sums over rows.
 
     Unlike a head's region, it may end anywhere: `emitted` are the values that an operation on all rows reads, and `reasons`
-    says for each which operation this is. `draws` says whether random numbers are drawn for each row.
+    says for each which operation this is. `drawn` are the random numbers drawn for each row, and results of calls that draw
+    some. `inner` are the regions of the bodies of a call or loop, and then that of its derivative rule.
     """
 
     things = "examples"
 
-    def __init__(self, program: Program, given: dict[Value, AxisPlace], rows: int) -> None:
-        super().__init__(program, given, rows, calls=_step_of_call)
+    def __init__(self, program: Program, given: Mapping[Value, AxisPlace], rows: int, *, in_rule: bool = False) -> None:
+        super().__init__(program, given, rows, in_rule=in_rule, calls=_step_of_call)
         self.reasons: dict[Value, str] = {}
-        self.draws = False
+        self.drawn: set[Value] = set()
+        self.inner: dict[Operation, list[TokenRegion]] = {}
 
     def want(self, value: Value, cut: AxisPlace | None) -> None:
         """Find where the rows of `value`, which is not computed from the batch, come from."""
@@ -50,22 +54,25 @@ class ExampleRegion(TokenRegion):
         self.emitted[value] = self.cuts[value]
         self.reasons.setdefault(value, why)
 
-    def find_rows(self) -> None:
-        """Find the region.
+    def find_rows(self, free: Collection[Value] = ()) -> None:
+        """Find the region; its rows may also come from `free`.
 
         Raises:
-          NotPerToken: it reads an array whose rows differ and which is not computed from the batch.
+          NotPerToken: it reads another array whose rows differ and which is not computed from the batch.
         """
         self.find()
-        arguments = set(self.program.inputs)
+        self.check_reads([key for key in self.frontier if key[0] in free])
+
+    def check_reads(self, keys: Collection[Key]) -> None:
+        """Raise NotPerToken if the rows of an array differ that is neither computed from the batch nor in `keys`."""
         for value, cut in self.frontier:
-            if cut is not None and value not in arguments and not self._rows_are_alike(value, cut):
+            if cut is not None and (value, cut) not in keys and not self._rows_are_alike(value, cut):
                 raise NotPerToken(f"{self._made(value)} has a row for each example, but is not computed from the batch")
 
     def _rows_are_alike(self, value: Value, cut: AxisPlace) -> bool:
         maker = self._makers.get(value)
         if maker is not None and maker[0].name == _DRAWN:
-            self.draws = True
+            self.drawn.add(value)
             return True
         known = self.known(value)
         if known is None:
@@ -99,6 +106,7 @@ Outcome = AxisPlace | str
 
 def _step_of_call(region: TokenRegion, node: Operation) -> RegionStep | None:
     """The step of a call or loop whose bodies treat all rows alike; None if they do not."""
+    assert isinstance(region, ExampleRegion)
     cuts = [region.cuts.get(each) if isinstance(each, Value) else None for each in node.operands]
     try:
         if node.name == "scan":
@@ -106,48 +114,68 @@ def _step_of_call(region: TokenRegion, node: Operation) -> RegionStep | None:
         elif node.name == "cond":
             operands, outcomes = _through_branches(region, node, cuts)
         else:
-            operands, outcomes = _through_body(region, bodies(node.eqn)[0], cuts)
+            operands, outcomes = _through_call(region, node, cuts)
     except (NotPerToken, _Unknown) as error:
+        region.inner.pop(node, None)
         for value in node.values:
             if value in region.cuts:
                 region.emit(value, str(error) or f"{node} may combine {region.things}")
         return None
-    results = tuple(each if isinstance(each, AxisPlace) else None for each in outcomes)
+    results = _cut(outcomes)
     whole = tuple(place for place, each in enumerate(outcomes) if each == "whole")
     return RegionStep(node, Passage(tuple(operands), results, is_summed="sum" in outcomes), whole=whole)
+
+
+def _cut(outcomes: Sequence[Outcome]) -> tuple[AxisPlace | None, ...]:
+    return tuple(each if isinstance(each, AxisPlace) else None for each in outcomes)
 
 
 class _Unknown(Exception):
     """Raised for a call whose operands are not those of the function inside it."""
 
 
-def _inner(region: TokenRegion, body: Any, cuts: Sequence[AxisPlace | None]) -> ExampleRegion:
-    """The region of a body whose operands have rows at `cuts`."""
+def _inner(region: ExampleRegion, node: Operation, body: Any, cuts: Sequence[AxisPlace | None]) -> ExampleRegion:
+    """The region of a body of `node` whose operands have rows at `cuts`."""
     if len(body.in_avals) != len(cuts):
         raise _Unknown
     program = program_of(body)
     given = {value: cut for value, cut in zip(program.inputs, cuts, strict=True) if cut is not None}
-    inner = ExampleRegion(program, given, region.lengths[0])
-    inner.find_rows()
-    if inner.draws and isinstance(region, ExampleRegion):
-        region.draws = True
+    inner = ExampleRegion(program, given, region.lengths[0], in_rule=region.in_rule)
+    inner.find_rows(program.inputs)
+    if inner.drawn:
+        region.drawn.update(node.results)
     return inner
 
 
 def _through_body(
-    region: TokenRegion, body: Any, cuts: Sequence[AxisPlace | None]
+    region: ExampleRegion, node: Operation, body: Any, cuts: Sequence[AxisPlace | None]
 ) -> tuple[list[AxisPlace | None], list[Outcome]]:
-    inner = _inner(region, body, cuts)
+    inner = _inner(region, node, body, cuts)
+    region.inner.setdefault(node, []).append(inner)
     operands = [inner.place_of(value) for value in inner.program.inputs]
     return operands, [inner.outcome(value) for value in inner.program.outputs]
 
 
+def _through_call(
+    region: ExampleRegion, node: Operation, cuts: Sequence[AxisPlace | None]
+) -> tuple[list[AxisPlace | None], list[Outcome]]:
+    body, *others = bodies(node.eqn)
+    types = ([atom.aval.shape for atom in atoms] for atoms in (node.eqn.invars, node.eqn.outvars))
+    if others or list(types) != [[aval.shape for aval in avals] for avals in (body.in_avals, body.out_avals)]:
+        raise _Unknown
+    operands, outcomes = _through_body(region, node, body, cuts)
+    if compat.kind(node.eqn).startswith("custom_") and not region.in_rule:
+        rule = Rule(node.eqn, operands, _cut(outcomes), region.lengths[0], functools.partial(ExampleRegion, in_rule=True))
+        region.inner[node].append(rule.region)
+    return operands, outcomes
+
+
 def _through_branches(
-    region: TokenRegion, node: Operation, cuts: Sequence[AxisPlace | None]
+    region: ExampleRegion, node: Operation, cuts: Sequence[AxisPlace | None]
 ) -> tuple[list[AxisPlace | None], list[Outcome]]:
     if cuts[0] is not None:
         raise NotPerToken(f"{node} branches on an example")
-    found = [_through_body(region, body, cuts[1:]) for body in bodies(node.eqn)]
+    found = [_through_body(region, node, body, cuts[1:]) for body in bodies(node.eqn)]
     outcomes = []
     for each in zip(*(outcomes for _, outcomes in found), strict=True):
         if len(set(each)) > 1:
@@ -160,7 +188,7 @@ def _through_branches(
 
 
 def _through_scan(
-    region: TokenRegion, node: Operation, cuts: Sequence[AxisPlace | None]
+    region: ExampleRegion, node: Operation, cuts: Sequence[AxisPlace | None]
 ) -> tuple[list[AxisPlace | None], list[Outcome]]:
     consts, carried = compat.scan_layout(node.eqn)
     body = bodies(node.eqn)[0]
@@ -169,7 +197,7 @@ def _through_scan(
         raise NotPerToken(f"{node} is a loop over {region.things}")
     given = [*cuts[:first], *(cut and cut.at(cut.dim - 1) for cut in cuts[first:])]
     while True:
-        inner = _inner(region, body, given)
+        inner = _inner(region, node, body, given)
         totals = _totals(inner, consts, carried)
         outcomes = ["sum" if place in totals else inner.outcome(value) for place, value in enumerate(inner.program.outputs)]
         grown = [*given]
@@ -182,6 +210,7 @@ def _through_scan(
         if grown == given:
             break
         given = grown
+    region.inner[node] = [inner]
     for place in totals:
         _check_start(region, node.operands[consts + place], node)
     operands = [inner.place_of(value) for value in inner.program.inputs]
@@ -205,7 +234,7 @@ def _totals(inner: ExampleRegion, consts: int, carried: int) -> Collection[int]:
     return found
 
 
-def _check_start(region: TokenRegion, start: Any, node: Operation) -> None:
+def _check_start(region: ExampleRegion, start: Any, node: Operation) -> None:
     """Raise NotPerToken unless a sum over rows starts at 0."""
     known = region.known(start)
     if known is None or np.any(known != 0):

@@ -34,7 +34,7 @@ def step_of_call(region: TokenRegion, node: Operation) -> RegionStep | None:
             return None
         keys = list(zip(program.inputs, cuts, strict=True))
         inner.check_reads(keys)
-        rule = functools.cache(functools.partial(_Rule, node.eqn, tuple(cuts), tuple(results), region.lengths[0]))
+        rule = functools.cache(functools.partial(Rule, node.eqn, tuple(cuts), tuple(results), region.lengths[0]))
         if not region.in_rule:
             rule()
     except NotPerToken:
@@ -47,42 +47,29 @@ def step_of_call(region: TokenRegion, node: Operation) -> RegionStep | None:
     return RegionStep(node, Passage(tuple(cuts), tuple(results), is_summed=any(cut is None for cut in results)), call=call)
 
 
-class _Rule:
+class Rule:
     """The derivative rule of a call, for chunks. It is traced as JAX applies it, and cut like the call itself.
 
     For a `custom_jvp` it maps operands and tangents to tangents, for a `custom_vjp` operands and cotangents to cotangents; both
     only of floating-point arrays.
     """
 
-    def __init__(self, eqn: Any, cuts: Sequence[AxisPlace | None], results: Sequence[AxisPlace | None], positions: int) -> None:
-        is_jvp = _is_jvp(eqn)
-        types = [
-            [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms] for atoms in (eqn.invars, eqn.outvars)
-        ]
-        smooth = [[_is_smooth(aval) for aval in each] for each in types]
-        varied = [place for place, flag in enumerate(smooth[0]) if flag]
-
-        def rule(args: list[Any], directions: list[Any]) -> Any:
-            def of_smooth(*values: Any) -> list[Any]:
-                return list(itertools.compress(compat.bind(eqn, filled(args, varied, values)), smooth[1]))
-
-            values = [args[place] for place in varied]
-            if is_jvp:
-                return jax.jvp(of_smooth, values, directions)[1]
-            return list(jax.vjp(of_smooth, *values)[1](directions))
-
-        with compat.established_forms():
-            directions = list(itertools.compress(types[1 - is_jvp], smooth[1 - is_jvp]))
-            jaxpr = compat.dce(jax.make_jaxpr(rule)(types[0], directions))
+    def __init__(
+        self,
+        eqn: Any,
+        cuts: Sequence[AxisPlace | None],
+        results: Sequence[AxisPlace | None],
+        positions: int,
+        region: Callable[[Any, Any, int], TokenRegion] | None = None,
+    ) -> None:
+        jaxpr, smooth = traced_rule(eqn)
         of_args, of_results = (list(itertools.compress(*pair)) for pair in zip((cuts, results), smooth, strict=True))
-        given, wanted = (of_args, of_results) if is_jvp else (of_results, of_args)
+        given, wanted = (of_args, of_results) if _is_jvp(eqn) else (of_results, of_args)
         places = [*cuts, *given]
         program = program_of(jaxpr, varying=[cut is not None for cut in places])
         at = {value: cut for value, cut in zip(program.inputs, places, strict=True) if cut is not None}
-        self.region, self.keys = (
-            TokenRegion(program, at, positions, in_rule=True, calls=step_of_call),
-            list(zip(program.inputs, places, strict=True)),
-        )
+        self.keys = list(zip(program.inputs, places, strict=True))
+        self.region = (region or functools.partial(TokenRegion, in_rule=True, calls=step_of_call))(program, at, positions)
         self.region.find()
         self.outputs = [self._output(value, cut) for value, cut in zip(program.outputs, wanted, strict=True)]
         self.region.check_reads(self.keys)
@@ -92,11 +79,11 @@ class _Rule:
         region = self.region
         if isinstance(value, Value) and (value in region.cuts or value in region.sums):
             if region.cuts.get(value) != cut:
-                raise NotPerToken("the derivative rule moves tokens or sums over them")
+                raise NotPerToken(f"the derivative rule moves {region.things} or sums over them")
             return value, cut
         known = region.known(value)
         if known is None or np.any(known != 0):
-            raise NotPerToken("a result of the derivative rule does not depend on the tokens")
+            raise NotPerToken(f"a result of the derivative rule is not computed for each of the {region.things}")
         if isinstance(value, Value):
             region.want(value, cut)
             return value, cut
@@ -111,6 +98,27 @@ class _Rule:
             return [env[key] if isinstance(key, tuple) else jnp.asarray(key.val, key.aval.dtype) for key in self.outputs]
 
         return rule
+
+
+def traced_rule(eqn: Any) -> tuple[Any, list[list[bool]]]:
+    """The derivative rule of the call `eqn` as a closed jaxpr, and which operands and results of the call have derivatives."""
+    is_jvp = _is_jvp(eqn)
+    types = [[jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms] for atoms in (eqn.invars, eqn.outvars)]
+    smooth = [[_is_smooth(aval) for aval in each] for each in types]
+    varied = [place for place, flag in enumerate(smooth[0]) if flag]
+
+    def rule(args: list[Any], directions: list[Any]) -> Any:
+        def of_smooth(*values: Any) -> list[Any]:
+            return list(itertools.compress(compat.bind(eqn, filled(args, varied, values)), smooth[1]))
+
+        values = [args[place] for place in varied]
+        if is_jvp:
+            return jax.jvp(of_smooth, values, directions)[1]
+        return list(jax.vjp(of_smooth, *values)[1](directions))
+
+    with compat.established_forms():
+        directions = list(itertools.compress(types[1 - is_jvp], smooth[1 - is_jvp]))
+        return compat.dce(jax.make_jaxpr(rule)(types[0], directions)), smooth
 
 
 def _with_rule(eqn: Any, function: Callable[..., Any], rule: Callable[[], Callable[..., list[Any]]]) -> Callable[..., Any]:

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from remat_jax import compat
-from remat_jax.core.walk import bodies
 from remat_jax.errors import PlanningError
 from remat_jax.train import sums
 from remat_jax.train.example_sums import ROWS, ExampleRegion
-from remat_jax.train.head_program import VIEWS, Operation, Program, Value, program_of, read, run_nodes
+from remat_jax.train.head_program import Program, Value, program_of, read, run_nodes
 from remat_jax.train.head_region import NotPerToken, text
 from remat_jax.train.parts import accumulate_gradients, check_batch, is_key
+from remat_jax.train.same_program import needed_operations, twins_of
 
 Function = Callable[..., Any]
 
@@ -77,9 +77,9 @@ def micro_batched(loss: Function, n: int, *, has_aux: bool = False, states: int 
         weights = rest.weights()
 
         def counted(trained: Any, *parted: Any) -> Any:
-            part = _Loss(loss, trained, frozen, _with_leaves(batch, whole.places, parted), states)
+            part = _Loss.of_part(loss, trained, frozen, _with_leaves(batch, whole.places, parted), states)
             summed = rest.sums_of(part)
-            terms = [jnp.vdot(weight, each) for weight, each in zip(weights, summed, strict=True) if weight is not None]
+            terms = [jnp.sum(weight * each).real for weight, each in zip(weights, summed, strict=True) if weight is not None]
             return (sum(map(sums.widened, terms)), np.float32(1 / n)), summed
 
         (_, parts), gradients = accumulate_gradients(counted, n, has_aux=True)(trained, *whole.parted)
@@ -160,7 +160,17 @@ class _Loss:
         self.places = _parted_places(batch, states)
         self.parted = _leaves_at(batch, self.places)
         self.rows = [self.program.inputs[first + place] for place in self.places if not is_key(leaves[place])]
-        self.has_key = any(map(is_key, leaves))
+        self.keys = [self.program.inputs[first + place] for place in self.places if is_key(leaves[place])]
+
+    @classmethod
+    def of_part(cls, *arguments: Any) -> _Loss:
+        """The loss traced for one micro-batch."""
+        try:
+            return cls(*arguments)
+        except PlanningError:
+            raise
+        except Exception as error:  # whatever the user's loss raises for fewer rows
+            raise NotPerToken(f"the loss cannot be traced for fewer examples: {error}") from error
 
     def values(self, trained: Any) -> dict[Any, Any]:
         """The values of constants and inputs, with these trained parameters."""
@@ -181,12 +191,12 @@ class _Rest:
         self._loss, program = loss, loss.program
         self.region = ExampleRegion(program, dict.fromkeys(loss.rows, ROWS), loss.rows[0].aval.shape[0])
         self.region.find_rows()
-        if self.region.draws and not loss.has_key:
+        if not self.region.drawn <= _reached(program, loss.keys):
             raise NotPerToken(
-                "the loss draws random numbers for each example, but its batch has no key, so all micro-batches would draw the "
-                "same: give the key in the batch, as jax.random.key(…)"
+                "the loss draws random numbers for each example, but its batch has no key for them, and all "
+                "micro-batches would draw the same: give the key in the batch, as jax.random.key(…)"
             )
-        self._nodes, needed = _needed(program, program.outputs, self._is_sum)
+        self._nodes, needed = needed_operations(program, program.outputs, self._is_sum)
         self.sums = [value for node in program.nodes for value in node.results if value in needed and self._is_sum(value)]
         unsummed = [value for value in self.region.cuts if value in needed and value in self._varied]
         reasons = [self.region.reasons[value] for value in unsummed if value in self.region.reasons]
@@ -194,7 +204,7 @@ class _Rest:
             returned = next((value for value in program.outputs if value in unsummed), unsummed[0])
             alone = f"the loss returns {text(returned)}, an array with a row for each example"
             raise NotPerToken(next(iter(reasons), alone))
-        if not any(map(_is_float, self.sums)):
+        if not any(map(_is_smooth, self.sums)):
             reasons = [why for value, why in self.region.reasons.items() if value in needed]
             raise NotPerToken(next(iter(reasons), "the loss has no sum over examples that depends on a parameter"))
         self.reads_trained = not needed.isdisjoint(loss.trained)
@@ -202,11 +212,7 @@ class _Rest:
     @functools.cached_property
     def _varied(self) -> set[Value]:
         """The values that depend on a trained parameter."""
-        varied = set(self._loss.trained)
-        for node in self._loss.program.nodes:
-            if not varied.isdisjoint(node.values):
-                varied.update(node.results)
-        return varied
+        return _reached(self._loss.program, self._loss.trained)
 
     def _is_sum(self, value: Value) -> bool:
         return value in self.region.sums and value in self._varied
@@ -224,7 +230,7 @@ class _Rest:
           NotPerToken: a derivative depends on the sums, so the loss is not linear in them.
         """
         zeros = [jnp.zeros(value.aval.shape, value.aval.dtype) for value in self.sums]
-        flags = list(map(_is_float, self.sums))
+        flags = list(map(_is_smooth, self.sums))
 
         def derivatives(summed: Sequence[Any]) -> list[Any]:
             def of_floats(floats: Sequence[Any]) -> Any:
@@ -249,99 +255,23 @@ class _Rest:
         Raises:
           NotPerToken: the loss is traced differently for fewer rows.
         """
-        program, other = self._loss.program, part.program
-        pairs = list(zip(_plain(program), _plain(other), strict=False))
-        same = len(_plain(program)) == len(_plain(other)) and len(program.constants) == len(other.constants)
-        if not same or any(one.name != two.name for one, two in pairs):
-            raise NotPerToken("the loss runs other operations for fewer examples")
-        twins = dict(zip(program.inputs, other.inputs, strict=True))
-        twins |= dict(zip(program.constants, other.constants, strict=True))
-        for one, two in pairs:
-            twins |= dict(zip(one.results, two.results, strict=True))
-        nodes, needed = _needed(program, self.sums, lambda value: False)
-        computed = set(nodes)
-        viewed, others = _viewed(program), _viewed(other)
-        for one, two in pairs:
-            operands = zip(map(viewed, one.operands), map(others, two.operands), strict=True)
-            inside = next(filter(None, map(_difference, bodies(one.eqn), bodies(two.eqn))), None)
-            if one in computed and (inside or not all(_same(*each, twins) for each in operands)):
-                raise NotPerToken(f"{inside or one} depends on the number of examples")
-        for value, constant in program.constants.items():
-            if value in needed and not _starts_with(constant, other.constants[twins[value]]):
-                raise NotPerToken(f"a constant {text(value)} depends on the number of examples")
-        chosen, _ = _needed(other, [twins[value] for value in self.sums], lambda value: False)
+        rows = part.rows[0].aval.shape[0]
+        twins = twins_of(self.region, part.program, self.sums, rows)
+        other = part.program
+        chosen, _ = needed_operations(other, [twins[value] for value in self.sums], lambda value: False)
         env = part.values(jax.tree.unflatten(jax.tree.structure(part.trained), part.inputs[: len(part.trained)]))
         run_nodes(chosen, env)
         return [env[twins[value]] for value in self.sums]
 
 
-def _needed(program: Program, outputs: Sequence[Any], ends: Callable[[Value], bool]) -> tuple[list[Operation], set[Value]]:
-    """The operations that `outputs` need, in order, and all values that they read; the search does not go beyond `ends`."""
-    makers = program.makers()
-    nodes, needed, waiting = set[Operation](), set[Value](), list(outputs)
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, Value) and value not in needed:
-            needed.add(value)
-            if value in makers and not ends(value):
-                node = makers[value][0]
-                nodes.add(node)
-                waiting += node.operands
-    return [node for node in program.nodes if node in nodes], needed
-
-
-def _plain(program: Program) -> list[Operation]:
-    """The operations other than views: for a single example JAX leaves out broadcasts."""
-    return [node for node in program.nodes if node.name not in VIEWS]
-
-
-def _viewed(program: Program) -> Callable[[Any], Any]:
-    """A function from an operand to the value or literal that it shows: itself, unless it is the result of a view."""
-    viewed: dict[Value, Any] = {}
-
-    def shown(operand: Any) -> Any:
-        return viewed.get(operand, operand) if isinstance(operand, Value) else operand
-
+def _reached(program: Program, start: Sequence[Value]) -> set[Value]:
+    """`start`, and the values that depend on it."""
+    reached = set(start)
     for node in program.nodes:
-        if node.name in VIEWS:
-            viewed[node.results[0]] = shown(node.operands[0])
-    return shown
+        if not reached.isdisjoint(node.values):
+            reached.update(node.results)
+    return reached
 
 
-def _same(one: Any, other: Any, twins: dict[Value, Value]) -> bool:
-    if isinstance(one, Value):
-        return twins[one] is other
-    return not isinstance(other, Value) and bool(np.array_equal(one.val, other.val, equal_nan=True))
-
-
-def _difference(one: Any, other: Any) -> str | None:
-    """The first operation in which two closed jaxprs differ, other than in shapes; None if there is none."""
-    plain = ([eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name not in VIEWS] for jaxpr in (one, other))
-    for left, right in itertools.zip_longest(*plain):
-        if left is None or right is None:
-            return f"{(left or right).primitive.name}"
-        inside = next(filter(None, map(_difference, bodies(left), bodies(right))), None)
-        if inside is not None:
-            return inside
-        if left.primitive is not right.primitive or not all(map(_same_literals, left.invars, right.invars)):
-            source = compat.source_line(left)
-            return left.primitive.name + (f" at {source}" if source else "")
-    return None if all(map(_starts_with, one.consts, other.consts)) else "a constant"
-
-
-def _same_literals(left: Any, right: Any) -> bool:
-    if hasattr(left, "val") != hasattr(right, "val"):
-        return False
-    return not hasattr(left, "val") or bool(np.array_equal(left.val, right.val, equal_nan=True))
-
-
-def _starts_with(whole: Any, part: Any) -> bool:
-    """Whether `part` has the first rows of the constant `whole`."""
-    if whole is part or any(map(compat.is_traced, (whole, part))):
-        return np.shape(whole) == np.shape(part)
-    first = np.asarray(whole)[tuple(map(slice, np.shape(part)))]
-    return np.array_equal(first, np.asarray(part))
-
-
-def _is_float(value: Value) -> bool:
-    return bool(jnp.issubdtype(value.aval.dtype, jnp.floating))
+def _is_smooth(value: Value) -> bool:
+    return bool(jnp.issubdtype(value.aval.dtype, jnp.inexact))
