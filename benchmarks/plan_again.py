@@ -3,7 +3,7 @@
     python -m benchmarks.plan_again benchmarks/results/2026-11-24-plans-mlp-h200-jax0.10.2.json --output build/again.json
     python -m benchmarks.plan_again --show FILE               measure nothing: print the rows of FILE
 
-FILE is a result of `python -m benchmarks.plan`. Times are of the compiled schedules. With an existing --output, its rows are kept.
+FILE is a result of `python -m benchmarks.plan`. Times are of the compiled schedules. An existing --output keeps its rows.
 """
 
 from __future__ import annotations
