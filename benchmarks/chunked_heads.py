@@ -1,11 +1,12 @@
 """`python -m benchmarks.chunked_heads NAME[=FOLDER[:FOLDER]] …`: losses that others wrote, with their heads in chunks.
 
     python -m benchmarks.chunked_heads optax equinox transformers=PACKAGES easylm=EasyLM axlearn=axlearn tunix=tunix
+    python -m benchmarks.chunked_heads --micro-batches optax …         the same losses in two micro-batches
 
 FOLDER holds the library's modules, as in PYTHONPATH; transformers is 4.56, the last one with Flax models. Each library runs in
 its own process. The command prints a table: for each loss the largest error of an output or a gradient in float64 against the
 unchanged loss, relative to the largest number in the array, or to a thousandth of the largest number in all arrays; or why the
-loss is refused. It fails if an error is above 1e-12, if a loss is refused that should run, or if a loss runs that should not.
+loss is refused. It fails if an error is above 1e-12, if a head is refused that should run, or if one runs that should not.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ import optax
 from benchmarks.figures import markdown
 from examples.others.shared import without
 from parity_tests.gallery.widened import widened
-from remat_jax.errors import PlanningError
+from remat_jax.errors import ArgumentError, PlanningError
 from remat_jax.train.chunked_head import chunk_head, chunked_heads
+from remat_jax.train.micro_batches import micro_batched
 
 ROOT = Path(__file__).parents[1]
 BATCH, LENGTH, WIDTH, WORDS = 2, 12, 8, 40
 CHUNKS = 5  # divides no axis
 LARGEST_ERROR = 1e-12
+MICRO = "--micro-batches"
 
 Case = tuple[str, Callable[..., Any], tuple[Any, ...], bool]
 """A name, a loss of the first argument, which is differentiated, its arguments, and whether the head can run in chunks."""
@@ -267,13 +270,32 @@ def check(loss: Callable[..., Any], args: tuple[Any, ...], works: bool) -> tuple
         heads = chunked_heads(loss, *args, chunks=CHUNKS)
     except PlanningError as error:
         return "", f"refused: {error}", not works
-    before, after = (_results(function, args) for function in (loss, chunk_head(loss, chunks=CHUNKS)))
+    error = _error(_results(loss, args), _results(chunk_head(loss, chunks=CHUNKS), args))
+    shown = ", ".join(f"{head.dtype}{list(head.shape)}" for head in heads)
+    return shown, f"{error:.1e}", works and error < LARGEST_ERROR
+
+
+def check_micro_batches(loss: Callable[..., Any], args: tuple[Any, ...], works: bool) -> tuple[str, bool]:
+    """The error in two micro-batches, or the reason for the refusal, and whether the loss stays the same."""
+
+    def with_aux(params: Any, _: Any, *batch: Any) -> Any:
+        result = loss(params, *batch)
+        return result if isinstance(result, tuple) else (result, None)
+
+    in_two = micro_batched(with_aux, 2, has_aux=True)
+    try:
+        after = _evaluated(lambda params, *batch: in_two(params, (), *batch), args)
+    except (ArgumentError, PlanningError) as error:
+        return f"refused: {error}", True
+    error = _error(_results(loss, args), after)
+    return f"{error:.1e}", error < LARGEST_ERROR
+
+
+def _error(before: list[Any], after: list[Any]) -> float:
     sizes = [float(jnp.max(jnp.abs(each), initial=0)) for each in before]
     differences = [float(jnp.max(jnp.abs(a - b), initial=0)) for a, b in zip(before, after, strict=True)]
     # Some gradients are zero but for rounding, such as that of the bias of an attention's keys.
-    error = max(each / max(size, max(sizes) / 1000) for each, size in zip(differences, sizes, strict=True))
-    shown = ", ".join(f"{head.dtype}{list(head.shape)}" for head in heads)
-    return shown, f"{error:.1e}", works and error < LARGEST_ERROR
+    return max(each / max(size, max(sizes) / 1000) for each, size in zip(differences, sizes, strict=True))
 
 
 def _results(loss: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
@@ -283,7 +305,11 @@ def _results(loss: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         result = loss(params, *rest)
         return result if isinstance(result, tuple) else (result, None)
 
-    jaxpr = jax.make_jaxpr(jax.value_and_grad(outputs, has_aux=True, allow_int=True))(*args)
+    return _evaluated(jax.value_and_grad(outputs, has_aux=True, allow_int=True), args)
+
+
+def _evaluated(function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+    jaxpr = jax.make_jaxpr(function)(*args)
     leaves = jax.tree.leaves(args)
     with jax.enable_x64(True):
         results = jax.jit(widened(jaxpr))(*leaves)
@@ -291,10 +317,12 @@ def _results(loss: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
 
 
 def main(arguments: list[str]) -> int:
+    flags = [argument for argument in arguments if argument == MICRO]
+    arguments = [argument for argument in arguments if argument != MICRO]
     if arguments[:1] == ["--one"]:
         jax.config.update("jax_disable_most_optimizations", True)  # compiles in a fraction of the time
-        cases = LIBRARIES[arguments[1]]()
-        print(json.dumps([(name, *check(loss, args, works)) for name, loss, args, works in cases]))
+        cases, checked = LIBRARIES[arguments[1]](), check_micro_batches if flags else check
+        print(json.dumps([(name, *checked(loss, args, works)) for name, loss, args, works in cases]))
         return 0
     folders = dict(argument.partition("=")[::2] for argument in arguments)
     if unknown := [name for name in folders if name not in LIBRARIES] or not folders:
@@ -303,12 +331,12 @@ def main(arguments: list[str]) -> int:
     rows, failed = [], 0
     for name, folder in folders.items():
         path = os.pathsep.join(filter(None, (str(ROOT), folder, os.environ.get("PYTHONPATH"))))
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.chunked_heads", "--one", name]
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.chunked_heads", "--one", name, *flags]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
         found = [] if done.returncode else json.loads(done.stdout.splitlines()[-1])
         failed += not found or not all(row[-1] for row in found)
-        rows += [(name, *row[:-1]) for row in found] or [(name, "", "", "failed")]
-    print(markdown(["library", "loss", "logits", "error"], rows))
+        rows += [(name, *row[:-1]) for row in found] or [(name, *[""] * (1 if flags else 2), "failed")]
+    print(markdown(["library", "loss", *([] if flags else ["logits"]), "error"], rows))
     return int(bool(failed))
 
 
