@@ -20,7 +20,7 @@ from remat_jax.core.axes import AxisPlace, Passage
 from remat_jax.core.walk import bodies
 from remat_jax.train.head_program import Operation, Program, Value, program_of
 from remat_jax.train.head_region import Key, NotPerToken, RegionStep, TokenRegion, text
-from remat_jax.train.head_rules import Rule
+from remat_jax.train.head_rules import DerivativeRule
 
 ROWS = AxisPlace(0)
 """Where the rows of an array of the batch are."""
@@ -165,7 +165,9 @@ def _through_call(
         raise _Unknown
     operands, outcomes = _through_body(region, node, body, cuts)
     if compat.kind(node.eqn).startswith("custom_") and not region.in_rule:
-        rule = Rule(node.eqn, operands, _cut(outcomes), region.lengths[0], functools.partial(ExampleRegion, in_rule=True))
+        rule = DerivativeRule(
+            node.eqn, operands, _cut(outcomes), region.lengths[0], functools.partial(ExampleRegion, in_rule=True)
+        )
         region.inner[node].append(rule.region)
     return operands, outcomes
 

@@ -34,7 +34,7 @@ def step_of_call(region: TokenRegion, node: Operation) -> RegionStep | None:
             return None
         keys = list(zip(program.inputs, cuts, strict=True))
         inner.check_reads(keys)
-        rule = functools.cache(functools.partial(Rule, node.eqn, tuple(cuts), tuple(results), region.lengths[0]))
+        rule = functools.cache(functools.partial(DerivativeRule, node.eqn, tuple(cuts), tuple(results), region.lengths[0]))
         if not region.in_rule:
             rule()
     except NotPerToken:
@@ -47,7 +47,7 @@ def step_of_call(region: TokenRegion, node: Operation) -> RegionStep | None:
     return RegionStep(node, Passage(tuple(cuts), tuple(results), is_summed=any(cut is None for cut in results)), call=call)
 
 
-class Rule:
+class DerivativeRule:
     """The derivative rule of a call, for chunks. It is traced as JAX applies it, and cut like the call itself.
 
     For a `custom_jvp` it maps operands and tangents to tangents, for a `custom_vjp` operands and cotangents to cotangents; both
