@@ -283,6 +283,10 @@ def test_the_planned_step_is_the_step_of_the_whole_batch(plan):
     assert_close(updated, jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), rtol=1e-6)
     with pytest.raises(PlanningError, match="8192"):
         step(params, step.init(params), jnp.concatenate([x, x]))
+    part = x[:: plan.micro_batches]
+    np.testing.assert_allclose(plan.apply(squares)(params, part), squares(params, part), rtol=1e-6)
+    with pytest.raises(PlanningError, match=f"has {plan.micro_batches} micro-batches, but is called with the whole batch"):
+        plan.apply(squares)(params, x)
 
 
 def test_an_nnx_step_updates_counts_once(plan):

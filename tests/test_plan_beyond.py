@@ -116,6 +116,11 @@ def test_a_change_that_the_workload_cannot_have_says_why():
     assert head.remark and head.seconds is None and "has no optimizer" in state.remark
 
 
+def test_micro_batches_are_a_sum_or_a_mean():
+    with pytest.raises(ArgumentError, match="expected one of micro_batches=sum and micro_batches=mean"):
+        rj.plan(job(), "1GiB", "cpu", allow=("micro_batches=sum", "micro_batches=mean"))
+
+
 @pytest.mark.parametrize("word", ["head", ("head_in_chunks", "micro")])
 def test_unknown_words_are_named(word):
     with pytest.raises(ArgumentError, match="is not a change; expected some of head_in_chunks, micro_batches, "):
@@ -130,6 +135,37 @@ def test_no_failure_of_a_change_loses_the_plan(monkeypatch):
     made = with_changes(lambda workload, share: plan_by_hand(), job(), ("head_in_chunks",))
     assert made.beyond[0].remark == "no such axis" and made.changes == ()
     assert estimated(lambda workload, freed: None, job(), {"head_in_chunks": 1})[0].remark == "no such axis"
+
+
+@pytest.mark.parametrize("seconds, changes", [([1.0, 0.9, 0.8, 0.85], 2), ([1.0, 0.9, 0.899], 1), ([None, None, 0.7, 0.8], 2)])
+def test_micro_batches_are_doubled_while_that_helps(seconds, changes):
+    """The seconds of plans with 1, 2, 4 and 8 micro-batches; None: nothing fits."""
+
+    def plan_for(workload, share):
+        if seconds[place := workload.micro_batches.bit_length() - 1] is None:
+            raise InfeasibleBudget("too little memory")
+        return plan_by_hand(seconds=seconds[place])
+
+    made = with_changes(plan_for, job(), ("micro_batches",))
+    assert made.changes == ("micro_batches",) * changes and made.seconds == seconds[changes]
+    assert [row.times for row in made.beyond] == list(range(1, len(seconds)))
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_changes_are_made_together_where_none_is_enough(refused, monkeypatch):
+    """A change that the workload cannot have is left out, and no other change with it."""
+
+    def plan_for(workload, share):
+        if workload.micro_batches == 1 or workload.optimizer is work.optimizer:
+            raise InfeasibleBudget("too little memory")
+        return plan_by_hand()
+
+    work = job(optimizer=optax.adam(1e-3))
+    allow = ("head_in_chunks", "optimizer_on_host", "micro_batches")
+    if refused:
+        work = work.with_loss(lambda params, tokens, labels: Net().apply(params, tokens).mean())
+    made = with_changes(plan_for, work, allow)
+    assert made.changes == allow[refused:] and len(made.beyond) == 2 + CHANGES["micro_batches"].most
 
 
 def test_a_change_is_kept_only_if_it_makes_the_plan_faster():

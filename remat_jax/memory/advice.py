@@ -285,8 +285,7 @@ def _takes(workload: Workload, params: Any, batch: tuple[Any, ...]) -> bool:
 
 def _takes_micro_batches(workload: Workload) -> bool:
     """Whether the loss takes a batch with fewer rows."""
-    parts = jax.tree.map(lambda leaf: leaf.update(shape=(leaf.shape[0] // MICRO_BATCHES, *leaf.shape[1:])), workload.batch)
-    return _takes(workload, workload.params, parts)
+    return _takes(workload, workload.params, workload.in_micro_batches(MICRO_BATCHES).batch)
 
 
 def micro_batches_divide(workload: Workload, local_arguments: tuple[Any, ...]) -> bool:

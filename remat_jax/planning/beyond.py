@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,37 +32,58 @@ def with_changes(plan_for: PlanFor, workload: Workload, allow: Sequence[str]) ->
         made = plan_for(workload, 1 / (1 + len(allow)))
     except InfeasibleBudget as error:
         failure = error
-    together, others = workload, list[str]()
     for place, change in enumerate(allow):
-        kept, other = () if made is None else made.changes, workload
-        for times in range(1, CHANGES[change].most + 1):
-            try:
-                other = CHANGES[change].changed(other)
-                if made is None and times == 1:
-                    together, others = CHANGES[change].changed(together), [*others, change]
-                planned = plan_for(other, 1 / (len(allow) - place + (times < CHANGES[change].most)))
-            except InfeasibleBudget:
-                rows.append(Beyond(change, remark="nothing fits with it", times=times))
-                if made is None:
-                    continue
+        kept, changed, most = () if made is None else made.changes, workload, CHANGES[change].most
+        for times in range(1, most + 1):
+            row, changed, planned = _tried(plan_for, changed, change, times, 1 / (len(allow) - place + (times < most)), made)
+            rows.append(row)
+            if planned is not None and (made is None or planned.seconds < (1 - AS_FAST) * made.seconds):
+                made, workload = replace(planned, changes=(*kept, *times * (change,))), changed
+            elif made is not None or row.remark != _NOTHING_FITS:
                 break
-            except Exception as error:  # a plan in hand is not lost to a change, whatever tracing the changed loss raises
-                if made is None and not isinstance(error, RematError):
-                    raise
-                is_late = isinstance(error, CompileError) and made is not None
-                remark = "there was no time for it" if is_late else first_sentence(error)
-                rows.append(Beyond(change, remark=remark, times=times))
-                break
-            rows.append(Beyond(change, planned.device_bytes, planned.seconds, compiled=True, times=times))
-            if made is not None and planned.seconds >= (1 - AS_FAST) * made.seconds:
-                break
-            made, workload = replace(planned, changes=(*kept, *times * (change,))), other
-    if made is None and len(others) > 1:
-        made = replace(plan_for(together, 1.0), changes=tuple(others))
+    made = made or _all_together(plan_for, workload, allow)
     if made is None:
         assert failure is not None, "planning either returns or raises"
         raise failure
     return replace(made, beyond=tuple(rows))
+
+
+def _tried(
+    plan_for: PlanFor, workload: Workload, change: str, times: int, share: float, made: Plan | None
+) -> tuple[Beyond, Workload, Plan | None]:
+    """What a change gives on top of those that `workload` has, the changed workload, and its plan if one is possible.
+
+    With a plan in hand (`made`), nothing that tracing the changed loss raises is raised.
+    """
+    try:
+        workload = CHANGES[change].changed(workload)
+        planned = plan_for(workload, share)
+    except InfeasibleBudget:
+        return Beyond(change, remark=_NOTHING_FITS, times=times), workload, None
+    except Exception as error:
+        if made is None and not isinstance(error, RematError):
+            raise
+        is_late = isinstance(error, CompileError) and made is not None
+        remark = "there was no time for it" if is_late else first_sentence(error)
+        return Beyond(change, remark=remark, times=times), workload, None
+    return Beyond(change, planned.device_bytes, planned.seconds, compiled=True, times=times), workload, planned
+
+
+def _all_together(plan_for: PlanFor, workload: Workload, allow: Sequence[str]) -> Plan | None:
+    """The plan with every change that the workload can have, each made once; None if there is only one, or nothing fits."""
+    changes = []
+    for change in allow:
+        with contextlib.suppress(RematError):
+            workload = CHANGES[change].changed(workload)
+            changes.append(change)
+    if len(changes) < 2:
+        return None
+    with contextlib.suppress(InfeasibleBudget):
+        return replace(plan_for(workload, 1.0), changes=tuple(changes))
+    return None
+
+
+_NOTHING_FITS = "nothing fits with it"
 
 
 @dataclass(frozen=True)

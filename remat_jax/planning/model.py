@@ -92,21 +92,37 @@ class Model:
         return types
 
     def check_call(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], plan_name: str, micro_batches: int = 1
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        plan_name: str,
+        *,
+        micro_batches: int = 1,
+        or_whole: bool = False,
     ) -> None:
         """Raise if a call of `fn` has another model, batch or mesh than planned. Additional arguments are ignored.
 
-        With micro-batches, the batch may be the whole batch or one of them.
+        Args:
+          micro_batches: the number of micro-batches of which the batch is one.
+          or_whole: whether it may also be the whole batch.
 
         Raises:
           PlanningError: the message names the difference.
         """
         types = self.check_arguments((args, kwargs), plan_name)
         there = Counter(leaf[1:] for leaf in types)
-        for _, shape, dtype in self.batch if micro_batches > 1 else ():
-            part = (shape[0] // micro_batches, *shape[1:]) if shape else shape
-            there[shape, dtype] += there[part, dtype] if part != shape else 0
         there.subtract(leaf[1:] for leaf in (*self.parameters, *self.batch))
+        missing = next((leaf for leaf in self.batch if there[leaf[1:]] < 0), None)
+        if missing is None and micro_batches > 1 and not or_whole:
+            raise PlanningError(
+                f"{plan_name} has {micro_batches} micro-batches, but is called with the whole batch: plan.train_step(loss, "
+                "optimizer) cuts it; in a step of your own, call this function with one micro-batch"
+            )
+        for leaf in self.batch if missing is not None else ():  # an array that is not there may be there with fewer rows
+            part = _with_rows(leaf, micro_batches)
+            if there[leaf[1:]] < 0 < there[part]:
+                there.update({leaf[1:]: 1, part: -1})
         missing = next((leaf for leaf in self.batch if there[leaf[1:]] < 0), None)
         if missing is not None:
             instead = [leaf for leaf in types if there[leaf[1:]] > 0]
@@ -168,6 +184,12 @@ def _axes(mesh: Any) -> tuple[tuple[str, int], ...]:
     """(name, size) of each mesh axis with more than one device. Inside a `shard_map`, its axes are left out."""
     manual = getattr(mesh, "manual_axes", ())
     return tuple((str(axis), int(size)) for axis, size in mesh.shape.items() if size > 1 and axis not in manual)
+
+
+def _with_rows(leaf: Leaf, micro_batches: int) -> tuple[tuple[int, ...], str]:
+    """The shape and dtype of an array of the batch in one micro-batch."""
+    _, shape, dtype = leaf
+    return (shape[0] // micro_batches, *shape[1:]) if shape else shape, dtype
 
 
 def _planned_for(planned: Leaf, leaves: Sequence[Leaf], fn: Callable[..., Any]) -> str:

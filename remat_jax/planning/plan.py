@@ -90,6 +90,8 @@ class Plan(PlanData):
         If the plan fits only with a memory limit for XLA, the options contain it: without them, XLA may use the whole device
         memory. If a scan offloads, the options let its copies overlap compute.
 
+        If the plan has micro-batches (`micro_batches`), the result takes one micro-batch.
+
         A call of the result raises if its batch, its mesh or the number of `fn`'s own checkpoints differs from the plan's. To
         evaluate on another number of tokens, call `fn` itself.
 
@@ -102,6 +104,10 @@ class Plan(PlanData):
           PlanningError: when called; the message names the difference from the planned call.
           BlockError, NoEffectError: when called, as in `checkpoint_blocks`.
         """
+        return self._applied(fn, strict)
+
+    def _applied(self, fn: Callable[P, R], strict: bool, *, or_whole: bool = False) -> Callable[P, R]:
+        """As `apply`; if `or_whole`, the batch may be whole although the plan has micro-batches."""
         if not callable(fn):
             raise ArgumentError(f"fn={fn!r}: expected a function that runs the model")
         changed = chunk_head(fn) if "head_in_chunks" in self.changes else fn
@@ -112,7 +118,7 @@ class Plan(PlanData):
         @functools.wraps(fn)
         def with_plan(*args: P.args, **kwargs: P.kwargs) -> R:
             if strict:
-                self.model.check_call(fn, args, kwargs, name, self.micro_batches)
+                self.model.check_call(fn, args, kwargs, name, micro_batches=self.micro_batches, or_whole=or_whole)
             else:
                 self.model.check_arguments((args, kwargs), name)
             try:
@@ -180,7 +186,7 @@ class Plan(PlanData):
         >>> losses[0] > losses[1] > losses[2]
         True
         """
-        planned = self.apply(loss, strict=strict)
+        planned = self._applied(loss, strict, or_whole=True)
         return train_step(self, planned, optimizer, trainable=trainable, has_aux=has_aux, donate=donate)
 
     def to_dict(self) -> dict[str, Any]:

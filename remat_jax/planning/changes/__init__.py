@@ -45,7 +45,7 @@ def checked(allow: Iterable[str]) -> tuple[str, ...]:
     """The words of `allow`, each once.
 
     Raises:
-      ArgumentError: a word is not a change.
+      ArgumentError: a word is not a change, or two words say different things of micro-batches.
 
     >>> checked(["head_in_chunks"])
     ('head_in_chunks',)
@@ -54,4 +54,9 @@ def checked(allow: Iterable[str]) -> tuple[str, ...]:
     unknown = [word for word in words if word not in CHANGES]
     if unknown:
         raise ArgumentError(f"allow={allow!r}: {unknown[0]!r} is not a change; expected some of {', '.join(CHANGES)}")
-    return tuple(dict.fromkeys(words))
+    words = tuple(dict.fromkeys(words))
+    if len(forms := [word for word in words if word.startswith("micro_batches")]) > 1:
+        raise ArgumentError(
+            f"allow={allow!r}: expected one of {' and '.join(forms)}: the loss is a sum, or a mean, or is shown to be one"
+        )
+    return words
