@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
 from remat_jax import compat
-from remat_jax.core.softmax_products import softmax_products
+from remat_jax.core.softmax_products import SoftmaxProduct, softmax_products
 from remat_jax.diagnosis.beyond import compiled_advice
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.hardware import target as target_named
@@ -29,6 +29,7 @@ from remat_jax.memory.advice import (
     Advice,
     _kernel_for,
     micro_batches_divide,
+    sums_of_heads,
     undonated_arguments,
 )
 
@@ -127,6 +128,20 @@ def test_a_head_in_chunks() -> None:
     # The advice is printed with the report. The CPU target reports no buffers and gives none.
     assert "head in chunks: 80.5 MiB less (estimated)" in " ".join(str(rj.measure(before, "full", "h200")).split())
     assert rj.measure(before, "full", "cpu").advice == ()
+
+
+def test_one_narrow_array_is_summed_in_float32_for_each_head() -> None:
+    def head(classes: int, is_head: bool = True) -> SoftmaxProduct:
+        return SoftmaxProduct(is_head, (8, classes), "", "", 8 * classes, classes, False)
+
+    embedding, small, wide = (jax.ShapeDtypeStruct((rows, 16), dtype) for rows, dtype in SIZES)
+    tied = {"embedding": embedding, "head": embedding, "other": small}
+    assert sums_of_heads(tied, [head(1000), head(1000)]) == 2 * 1000 * 16
+    assert sums_of_heads(tied, [head(1000), head(50)]) == 2 * 1000 * 16 + 2 * 50 * 16
+    assert sums_of_heads(tied, [head(1000, is_head=False)]) == sums_of_heads(wide, [head(1000)]) == 0
+
+
+SIZES = (1000, jnp.bfloat16), (50, jnp.bfloat16), (1000, jnp.float32)
 
 
 def test_the_gradient_of_a_head_that_is_as_large_as_its_logits_stays() -> None:

@@ -14,7 +14,9 @@ import pytest
 from flax import nnx
 
 import remat_jax as rj
+from remat_jax.compat import tree_bytes
 from remat_jax.errors import ArgumentError, InfeasibleBudget, PlanningError
+from remat_jax.planning.problem import describe, recompute_flops
 from remat_jax.train.chunked_head import chunk_head
 from remat_jax.train.micro_batches import micro_batched
 
@@ -55,14 +57,14 @@ def causal(params, x):
     return jax.nn.softmax(jnp.where(jnp.tri(LENGTH, dtype=bool), scores, -1e9)) @ x @ params["head"]
 
 
-def added_in_a_loop(params, x, labels, mask):
+def added_in_a_loop(params, x, labels, mask, start=0.0):
     """A sum over the rows that a scan over the words of each row adds up."""
 
     def add(total, parts):
         x, labels = parts
         return total + entropy(x @ params["head"], labels).sum(), None
 
-    return jax.lax.scan(add, jnp.zeros(()), (x.swapaxes(0, 1), labels.T))[0] / labels.size
+    return jax.lax.scan(add, jnp.full((), start), (x.swapaxes(0, 1), labels.T))[0] / labels.size
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -83,7 +85,18 @@ def divided(x):
 divided.defjvp(lambda primals, tangents: (primals[0], tangents[0] / primals[0].shape[0]))
 
 
+def counted(params, x, labels, mask):
+    """A loop that carries the rows, and beside them a count of the layers."""
+
+    def body(carry, kernel):
+        return (layer(carry[0], kernel)[0], carry[1] + params["head"][0, 0]), None
+
+    (x, count), _ = jax.lax.scan(body, (x, 1.0), params["layers"])
+    return count * entropy(x @ params["head"], labels).mean()
+
+
 SUMS = {
+    "a count beside the rows": counted,
     "mean": lambda p, x, y, m: entropy(logits(p, x), y).mean(),
     "sum": lambda p, x, y, m: entropy(unrolled(p, x), y).sum(),
     "mean over a mask": lambda p, x, y, m: (entropy(causal(p, x), y) * m).sum() / jnp.maximum(m.sum(), 1),
@@ -133,6 +146,13 @@ def normalised(params, x, labels, mask):
 
 
 REFUSED = {
+    "a start": (lambda p, x, y, m: added_in_a_loop(p, x, y, m, start=1.0), "scan .* adds a sum over examples to another value"),
+    "a branch on rows": (
+        lambda p, x, y, m: jax.lax.cond(x[0, 0, 0] > 0, jnp.sin, jnp.cos, logits(p, x)).mean(),
+        "slice .* combines",
+    ),
+    "a loop over rows": (lambda p, x, y, m: jax.lax.map(lambda x: logits(p, x).sum(), x).mean(), "loop over examples"),
+    "an effect": (lambda p, x, y, m: (jax.debug.print("x"), logits(p, x).mean())[1], "has an effect"),
     "statistics of the batch": (normalised, "reduce_sum .* combines the examples, and sub .* reads its result"),
     "pairs": (
         lambda p, x, y, m: entropy((h := logits(p, x).mean(1)) @ h.T, jnp.arange(ROWS)).mean(),
@@ -287,6 +307,34 @@ def test_the_planned_step_is_the_step_of_the_whole_batch(plan):
     np.testing.assert_allclose(plan.apply(squares)(params, part), squares(params, part), rtol=1e-6)
     with pytest.raises(PlanningError, match=f"has {plan.micro_batches} micro-batches, but is called with the whole batch"):
         plan.apply(squares)(params, x)
+
+
+def test_a_declared_change_is_believed_by_the_step(plan):
+    def opaque(params, x):
+        return squares(params, jax.pure_callback(lambda x: x, jax.typeof(x), x))
+
+    params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.1), job().params)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4096, 32)), jnp.float32)
+    proved, declared = (
+        replace(plan, changes=(change,)).train_step(opaque, optax.sgd(0.1), donate=False) for change in DECLARED
+    )
+    with pytest.raises(PlanningError, match="pure_callback"):
+        proved(params, proved.init(params), x)
+    np.testing.assert_allclose(declared(params, declared.init(params), x)[2], squares(params, x), rtol=1e-5)
+
+
+DECLARED = "micro_batches", "micro_batches=mean"
+
+
+def test_the_problem_is_that_of_one_micro_batch():
+    """Its blocks have the bytes of a micro-batch, and the times of all; a step has one more tree of gradients."""
+    whole, half, parts = (describe(work, "h200") for work in (job(), job(rows=2048), job().in_micro_batches(2)))
+    of_half, of_parts = half.stack.blocks[0], parts.stack.blocks[0]
+    assert of_parts.forward_seconds == 2 * of_half.forward_seconds and of_parts.backward_seconds == 2 * of_half.backward_seconds
+    assert [each.bytes for each in of_parts.residuals] == [each.bytes for each in of_half.residuals]
+    assert recompute_flops(parts, "full") == recompute_flops(whole, "full") == 2 * recompute_flops(half, "full") > 0
+    assert parts.stack.link.out_bytes_per_s == half.stack.link.out_bytes_per_s / 2
+    assert parts.stack.fixed_bytes - half.stack.fixed_bytes == tree_bytes(job().params) + 2048 * 32 * 4
 
 
 def test_an_nnx_step_updates_counts_once(plan):

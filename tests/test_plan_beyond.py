@@ -137,6 +137,13 @@ def test_no_failure_of_a_change_loses_the_plan(monkeypatch):
     assert estimated(lambda workload, freed: None, job(), {"head_in_chunks": 1})[0].remark == "no such axis"
 
 
+def test_what_a_change_frees_in_the_blocks_is_not_counted_twice():
+    """The problem of a micro-batch has smaller blocks, and the advice says what the whole step frees."""
+    freed = []
+    estimated(lambda workload, size: freed.append(size), job(), {"head_in_chunks": 7, "micro_batches": 7})
+    assert freed == [7, None]
+
+
 @pytest.mark.parametrize("seconds, changes", [([1.0, 0.9, 0.8, 0.85], 2), ([1.0, 0.9, 0.899], 1), ([None, None, 0.7, 0.8], 2)])
 def test_micro_batches_are_doubled_while_that_helps(seconds, changes):
     """The seconds of plans with 1, 2, 4 and 8 micro-batches; None: nothing fits."""

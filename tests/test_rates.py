@@ -8,6 +8,7 @@ import pytest
 
 from remat_jax.errors import TargetError
 from remat_jax.hardware import target
+from remat_jax.hardware.products import Product
 from remat_jax.hardware.rates import HIDDEN_SHARE, LINK_SHARE, MATMUL_SHARE, MEMORY_SHARE, Rates
 
 MEASURED = """
@@ -62,6 +63,14 @@ def test_published_figures_are_taken_before_nominal_ones_and_measured_ones_befor
     changed = Rates.of(type(nominal)(**{**nominal.to_dict(), "measured": measured}))
     assert (changed.flops["bfloat16"], changed.in_bytes_per_s, changed.out_bytes_per_s) == (7e14, 3.0, 5.5e10)
     assert changed.source["flops"].startswith("timed here; ")
+
+
+def test_at_half_the_rates_everything_takes_twice_as_long():
+    rates = Rates({"float32": 16.0}, 4.0, 2.0, 8.0, products={"float32": {2: 4.0, 8: 16.0}})
+    slow, product = rates.slower(2), Product("float32", 1, 4, 4, 4)
+    assert slow.seconds({"float32": 30.0}, 4.0) == 2 * rates.seconds({"float32": 30.0}, 4.0)
+    assert slow.product_seconds(product) == pytest.approx(2 * rates.product_seconds(product))
+    assert (slow.hbm_bytes_per_s, slow.out_bytes_per_s, slow.in_bytes_per_s) == (2.0, 1.0, 4.0)
 
 
 def test_measured_figures_are_taken_as_they_are(tmp_path):

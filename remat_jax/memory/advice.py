@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,22 +123,7 @@ class _Adviser:
         largest = max(products, key=lambda product: product.elements)
         at = f" made at {largest.source}" if largest.source else ""
         why = f"{format_bytes(held)} at the peak are {arrays}, such as {list(largest.shape)}{at}"
-        yield Advice(change, saved - self._sums_of_heads(products), how, why)
-
-    def _sums_of_heads(self, products: list[SoftmaxProduct]) -> int:
-        """The bytes that `in_chunks` adds: it sums the gradient of a narrow head in float32.
-
-        An embedding has as many rows as the head has classes, so one array is counted for each number of classes.
-        """
-        leaves = jax.tree.leaves(self.arguments.get("parameters", ()))
-        sums = 0
-        for classes in {product.classes for product in products if product.is_head}:
-            heads = [leaf for leaf in leaves if classes in leaf.shape]
-            added = (
-                device_bytes(leaf) * (wide(leaf.dtype).itemsize - leaf.dtype.itemsize) // leaf.dtype.itemsize for leaf in heads
-            )
-            sums += max(added, default=0)
-        return sums
+        yield Advice(change, saved - sums_of_heads(self.arguments.get("parameters", ()), products), how, why)
 
     def _is_product(self, buffer: LiveBuffer, products: list[SoftmaxProduct]) -> bool:
         """Whether a buffer is the result of one of the `products`, or is computed elementwise from such a result."""
@@ -256,6 +241,19 @@ class _Adviser:
         trained = self.step.arguments[0]
         narrow = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), trained)
         return device_bytes(result_structs(self.workload.optimizer.init, narrow)) < device_bytes(self.step.arguments[1])
+
+
+def sums_of_heads(parameters: Any, products: Iterable[SoftmaxProduct]) -> int:
+    """The bytes that `in_chunks` adds: it sums the gradient of a narrow head in float32.
+
+    An embedding has as many rows as the head has classes, so one array is counted for each number of classes.
+    """
+    classes = {product.classes for product in products if product.is_head}
+    added = (
+        [device_bytes(leaf) * (wide(leaf.dtype).itemsize - leaf.dtype.itemsize) // leaf.dtype.itemsize for leaf in leaves]
+        for leaves in ([leaf for leaf in jax.tree.leaves(parameters) if size in leaf.shape] for size in classes)
+    )
+    return sum(max(sizes, default=0) for sizes in added)
 
 
 def _kernel_for(scores: list[SoftmaxProduct]) -> str:

@@ -95,13 +95,13 @@ class Predicted:
 
 
 def estimated(
-    predict: Callable[[Workload, int], Predicted | None], workload: Workload, freed: Mapping[str, int]
+    predict: Callable[[Workload, int | None], Predicted | None], workload: Workload, freed: Mapping[str, int]
 ) -> tuple[Beyond, ...]:
     """What each change would give, by estimates; `freed` are the bytes of the compiled peak that each change frees."""
     rows = []
     for change, size in freed.items():
         try:
-            predicted = predict(CHANGES[change].changed(workload), size)
+            predicted = predict(CHANGES[change].changed(workload), None if CHANGES[change].in_blocks else size)
         except Exception as error:  # the plan is made: whatever tracing the changed loss raises does not lose it
             rows.append(Beyond(change, remark=first_sentence(error)))
             continue

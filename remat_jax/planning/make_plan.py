@@ -273,18 +273,18 @@ class _Planner:
             self.progress("estimating changes beyond the blocks", len(made.tried), len(made.tried))
         return estimated(self._predicted, self.workload, advised)
 
-    def _predicted(self, changed: Workload, freed: int) -> Predicted | None:
+    def _predicted(self, changed: Workload, freed: int | None) -> Predicted | None:
         """The fastest candidate of a changed workload that is predicted to fit, with what this search learnt.
 
-        The change frees `freed` bytes of the compiled peak. Arguments that it moves to the host are copied twice in a step, and
-        no compute hides their copies, because the update comes last.
+        The change frees `freed` bytes of the compiled peak; if None, what the planning problems differ by. Arguments that it
+        moves to the host are copied twice in a step, and no compute hides their copies, because the update comes last.
         """
         other, learnt, link = self._problem(changed).known, self.known.fit.stack, self.known.fit.guess.link
         moved = self.known.fit.arguments - other.fit.arguments
         copies = 0.0 if link is None else link.exposed_out(moved, 0.0) + link.exposed_in(moved, 0.0)
         shares = learnt.blocks[0].recomputed_share, learnt.blocks[0].fetched_share
         blocks = tuple(replace(block, recomputed_share=shares[0], fetched_share=shares[1]) for block in other.fit.guess.blocks)
-        if changed.micro_batches > self.workload.micro_batches:  # what they free inside the blocks is in the blocks' problem
+        if freed is None:
             freed = round(self.known.fit.guess.fixed_bytes - other.fit.guess.fixed_bytes)
         stack = replace(other.fit.guess, blocks=blocks, fixed_bytes=max(other.fit.arguments, learnt.fixed_bytes - freed))
         candidates = [other.solved.plan(stack, self.budget), *other.named]

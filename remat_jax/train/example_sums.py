@@ -9,7 +9,6 @@ checkpoints and calls with a custom derivative.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 from remat_jax import compat
 from remat_jax.core.axes import AxisPlace, Passage
 from remat_jax.core.walk import bodies
-from remat_jax.train.head_program import Operation, Program, Value, program_of
+from remat_jax.train.head_program import VIEWS, Operation, Program, Value, program_of, viewed
 from remat_jax.train.head_region import Key, NotPerToken, RegionStep, TokenRegion, text
 from remat_jax.train.head_rules import DerivativeRule
 
@@ -175,8 +174,6 @@ def _through_call(
 def _through_branches(
     region: ExampleRegion, node: Operation, cuts: Sequence[AxisPlace | None]
 ) -> tuple[list[AxisPlace | None], list[Outcome]]:
-    if cuts[0] is not None:
-        raise NotPerToken(f"{node} branches on an example")
     found = [_through_body(region, node, body, cuts[1:]) for body in bodies(node.eqn)]
     outcomes = []
     for each in zip(*(outcomes for _, outcomes in found), strict=True):
@@ -223,15 +220,17 @@ def _through_scan(
 
 def _totals(inner: ExampleRegion, consts: int, carried: int) -> Collection[int]:
     """The carried places to which each iteration only adds a sum over rows."""
-    makers, found = inner.program.makers(), []
-    readers = list(itertools.chain.from_iterable(node.values for node in inner.program.nodes))
+    program, shown, found = inner.program, viewed(inner.program), []
+    makers = program.makers()
+    readers = [shown(each) for node in program.nodes if node.name not in VIEWS for each in node.operands]
     for place in range(carried):
-        before, after = inner.program.inputs[consts + place], inner.program.outputs[place]
+        before, after = program.inputs[consts + place], shown(program.outputs[place])
         node = makers.get(after, (None, 0))[0] if isinstance(after, Value) else None
-        if node is None or node.name not in _ADDITIONS or before not in node.values or readers.count(before) != 1:
+        if node is None or node.name not in _ADDITIONS:
             continue
-        others = [each for each in node.operands if each is not before]
-        if len(others) == 1 and others[0] in inner.sums and inner.program.outputs.count(before) == 0:
+        added = [each for each in map(shown, node.operands) if each is not before]
+        is_read_once = sum(each is before for each in (*readers, *map(shown, program.outputs))) == 1
+        if len(added) == 1 and is_read_once and isinstance(added[0], Value) and added[0] in inner.sums:
             found.append(place)
     return found
 

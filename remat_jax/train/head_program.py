@@ -159,6 +159,19 @@ class _Inlining:
         return outputs
 
 
+def viewed(program: Program) -> Callable[[Any], Any]:
+    """A function from an operand to the value or literal that it shows: itself, unless it is the result of a view."""
+    views: dict[Value, Any] = {}
+
+    def shown(operand: Any) -> Any:
+        return views.get(operand, operand) if isinstance(operand, Value) else operand
+
+    for node in program.nodes:
+        if node.name in VIEWS:
+            views[node.results[0]] = shown(node.operands[0])
+    return shown
+
+
 def run_nodes(nodes: Iterator[Operation] | Sequence[Operation], env: dict[Any, Any]) -> None:
     """Evaluate `nodes` in order; `env` maps values to arrays, and gets the results."""
     for node in nodes:

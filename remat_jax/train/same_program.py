@@ -16,7 +16,7 @@ from remat_jax import compat
 from remat_jax.core.axes import AxisPlace, Passage, resized
 from remat_jax.core.walk import bodies, equations
 from remat_jax.train.example_sums import ExampleRegion
-from remat_jax.train.head_program import VIEWS, Operation, Program, Value, program_of
+from remat_jax.train.head_program import VIEWS, Operation, Program, Value, program_of, viewed
 from remat_jax.train.head_region import NotPerToken, TokenRegion, text
 from remat_jax.train.head_rules import traced_rule
 
@@ -33,10 +33,10 @@ def twins_of(region: TokenRegion, other: Program, outputs: Sequence[Any], rows: 
     twins |= dict(zip(program.constants, other.constants, strict=True))
     for one, two in pairs:
         twins |= dict(zip(one.results, two.results, strict=True))
-    viewed, others = _viewed(program), _viewed(other)
+    shown, others = viewed(program), viewed(other)
 
     def are_same(left: Sequence[Any], right: Sequence[Any]) -> bool:
-        return all(_same(viewed(one), others(two), twins) for one, two in zip(left, right, strict=True))
+        return all(_same(shown(one), others(two), twins) for one, two in zip(left, right, strict=True))
 
     nodes, needed = needed_operations(program, outputs, region.drawn.__contains__)
     computed, through = set(nodes), dict[Operation, list[Passage]]()
@@ -168,19 +168,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, int | float | str | enum.Enum | np.dtype)
-
-
-def _viewed(program: Program) -> Callable[[Any], Any]:
-    """A function from an operand to the value or literal that it shows: itself, unless it is the result of a view."""
-    viewed: dict[Value, Any] = {}
-
-    def shown(operand: Any) -> Any:
-        return viewed.get(operand, operand) if isinstance(operand, Value) else operand
-
-    for node in program.nodes:
-        if node.name in VIEWS:
-            viewed[node.results[0]] = shown(node.operands[0])
-    return shown
 
 
 def _same(one: Any, other: Any, twins: dict[Value, Value]) -> bool:

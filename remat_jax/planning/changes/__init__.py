@@ -23,16 +23,19 @@ class Change:
       changed: the function that makes it.
       advice: the advice (`memory.advice`) that says what it frees; None if it is not proposed.
       most: how often it can be made.
+      in_blocks: whether it frees memory inside the blocks too. Then the estimate of what it frees outside is the difference of
+        the two planning problems, not the advice.
     """
 
     changed: Callable[[Workload], Workload]
     advice: str | None
     most: int = 1
+    in_blocks: bool = False
 
 
 CHANGES = {
     "head_in_chunks": Change(head_in_chunks.changed, head_in_chunks.ADVICE),
-    "micro_batches": Change(micro_batches.changed, micro_batches.ADVICE, most=3),
+    "micro_batches": Change(micro_batches.changed, micro_batches.ADVICE, most=3, in_blocks=True),
     **{
         f"micro_batches={word}": Change(functools.partial(micro_batches.changed, declared=word), None, most=3)
         for word in ("sum", "mean")
