@@ -294,3 +294,13 @@ def test_a_fit_leaves_out_other_programs_and_cuts_where_it_is_asked_to():
     fit.learn([full, named()[0]], [Compiled(3000, 0), Compiled(9999, 0)])
     assert fit.expected(full) == 3000 and predicted(fit.stack, full.loads) == pytest.approx(3000), "`off` is not fitted"
     assert fit.smallest.candidate is full and math.isinf(fit.host_left)
+
+
+def test_what_a_cut_costs_is_not_predicted_for_a_step_without_cuts():
+    fit, full, dots = Fit(STACK, 4000.0), made((NAMED["full"],) * 6), made((NAMED["dots"],) * 6)
+    cut = replace(full, cuts=(3,))
+    fit.learn([cut], [Compiled(4000, 0)])
+    assert fit.expected(full) == 4000, "nothing else is known"
+    fit.learn([full], [Compiled(3000, 0)])
+    uncut = predicted(fitted(STACK, [(full.loads, 3000)], 4000.0), dots.loads)
+    assert fit.expected(dots) == round(uncut) and fit.expected(replace(dots, cuts=(3,))) > uncut

@@ -42,3 +42,18 @@ def test_parameters_that_are_named_or_viewed_before_the_block_are_not_kept_again
     for policy in ("full", "1 x full | 3 x dots"):
         gradients = jax.grad(rj.checkpoint_blocks(loss, {perceptron: policy}))(weights, x)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), gradients, jax.grad(loss)(weights, x))
+
+
+def test_where_a_scan_is_cut_parameters_that_are_named_before_the_block_are_not_copied() -> None:
+    def device_bytes(prepare: Any) -> int:
+        def loss(weights: Any, x: jax.Array) -> jax.Array:
+            def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+                return perceptron(jax.tree.map(prepare, weights), x), None
+
+            return jnp.sum(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+        return rj.measure(rj.Workload(loss, weights, (x,), perceptron), "2 x full | 2 x dots", "cpu").device_bytes
+
+    weights = {"up": jnp.ones((LAYERS, 64, 256)), "down": jnp.ones((LAYERS, 256, 64))}
+    x = jnp.ones((2, 64))
+    assert device_bytes(named) == device_bytes(lambda array: array)

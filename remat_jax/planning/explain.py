@@ -58,7 +58,7 @@ def beyond_table(plan: PlanData) -> Any:
         how = "" if each.seconds is None else "compiled" if each.compiled else "estimated"
         is_made = each.times <= plan.changes.count(each.change)
         verdict = each.remark or ("in this plan" if is_made else "")
-        gained = "" if gain is None or is_made else signed(plan, gain)
+        gained = "" if gain is None or is_made else signed(plan, gain, "slower")
         rows.append((each.text, format_bytes(each.device_bytes), time_text(plan, each.seconds), how, gained, verdict))
     columns = ("change", "device", "step", "", "faster by", "")
     return table("Changes beyond the blocks, each as a plan (allow=…)", columns, rows)
@@ -208,6 +208,6 @@ def _named_row(point: Point, plan: PlanData, verdict: str) -> tuple[Any, ...]:
     return point.name, *sizes, time_text(plan, point.seconds), time, signed(plan, extra), verdict
 
 
-def signed(plan: PlanData, extra: float | None) -> str:
-    """A time difference as text, with its sign in front, because a range of times shows no sign."""
-    return time_text(plan, extra) if extra is None or extra >= 0 else f"-{time_text(plan, -extra)}"
+def signed(plan: PlanData, extra: float | None, below: str = "less") -> str:
+    """A time difference as text; `below` marks a negative one, because a minus would look like that of a range's lower end."""
+    return time_text(plan, extra) if extra is None or extra >= 0 else f"{time_text(plan, -extra)} {below}"

@@ -92,15 +92,15 @@ class Fit:
         return self.around(self.budget)
 
     def around(self, size: float, *, uncut: bool = False) -> Stack:
-        """`stack`, but exact at the compiled step nearest to `size` bytes. If `uncut`, do not fit to cut steps (`is_cut`)."""
+        """`stack`, but exact at the compiled step nearest to `size` bytes.
+
+        If `uncut`, not fitted to cut steps (`is_cut`), unless no other steps are compiled.
+        """
         key = len(self.tried), size, uncut
         if key not in self._fitted:
-            steps = [
-                (step.candidate.loads, step.compiled.device_bytes)
-                for step in self.compiled
-                if step.candidate.is_plain and not (uncut and self.is_cut(step.candidate))
-            ]
-            self._fitted[key] = fitted(self.guess, steps, size)
+            plain = [step for step in self.compiled if step.candidate.is_plain]
+            steps = [step for step in plain if not (uncut and self.is_cut(step.candidate))] or plain
+            self._fitted[key] = fitted(self.guess, [(step.candidate.loads, step.compiled.device_bytes) for step in steps], size)
         return self._fitted[key]
 
     def is_cut(self, candidate: StepCandidate) -> bool:
@@ -111,6 +111,7 @@ class Fit:
     def expected(self, candidate: StepCandidate) -> int:
         """The device bytes of a candidate: compiled if known, otherwise predicted.
 
+        The memory that cutting a scan costs is not predicted, so a candidate without cuts is predicted from steps without cuts.
         Without checkpoints, XLA may rematerialise by itself: only a share of the saved bytes counts.
         """
         if (tried := self.known(candidate)) is not None:
@@ -118,7 +119,8 @@ class Fit:
         if candidate.expected_bytes is not None:
             return candidate.expected_bytes
         spared = 0.0 if candidate.checkpoints else (1 - _OFF_SHARE) * candidate.saved_bytes
-        return round(predicted(self.stack, candidate.loads) - spared)
+        stack = self.around(self.budget, uncut=not self.is_cut(candidate))
+        return round(predicted(stack, candidate.loads) - spared)
 
     def shown(self, candidate: StepCandidate) -> int:
         """The device bytes: compiled if known, otherwise predicted by a stack that is exact near the prediction (`around`)."""

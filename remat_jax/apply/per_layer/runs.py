@@ -171,7 +171,11 @@ class Cut:
 
 
 def only_in_blocks(body: Any, blocks: frozenset[Block]) -> list[bool]:
-    """For each input of the closed `body`, whether blocks can read it from a stack: it is numeric, and only blocks read it."""
+    """For each input of the closed `body`, whether blocks can read it from a stack: it is numeric, and only blocks read it.
+
+    Equations whose results nothing reads do not count: a block takes over the views of its parameters (`apply.region`).
+    """
+    body = compat.dce(body)
     read = set(variables(body.jaxpr.outvars))
     in_blocks: set[Any] = set()
     for eqn in body.jaxpr.eqns:
