@@ -20,7 +20,19 @@ class Layer(nn.Module):
     @nn.compact
     def __call__(self, x):
         h = nn.relu(nn.Dense(self.width)(nn.LayerNorm()(x)))
-        return x + jax.nn.softmax(nn.Dense(8)(jnp.tanh(h)))
+        first, second = jnp.split(jnp.tanh(h), 2, axis=-1)  # with sizes that are NumPy integers
+        return x + jax.nn.softmax(nn.Dense(8)(jnp.concatenate([second, first], axis=-1)))
+
+
+class Dropped(nn.Module):
+    """Flax folds a number made from the path and the count of calls into the key of each dropout."""
+
+    width: int = 16
+
+    @nn.compact
+    def __call__(self, x):
+        drop = nn.Dropout(0.5, deterministic=False)
+        return x + drop(nn.Dense(8)(drop(jnp.tanh(nn.Dense(self.width)(x)))))
 
 
 class Other(nn.Module):
@@ -94,6 +106,47 @@ def test_measure_residuals_and_plan_share_them(counts):
     assert counts == {"named": 1, "linearised": 2}
 
 
+@pytest.mark.parametrize("policy", ["full", "dots", "4 × full | 1 × save: *:tanh#0"])
+def test_layers_with_dropout_are_identical_and_draw_their_own_masks(counts, policy):
+    model = Stack(kinds=(Dropped,) * 5)
+    params = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+
+    def loss(params, key):
+        return (model.apply(params, X, rngs={"dropout": key}) ** 2).sum()
+
+    def gradients(loss):
+        return jax.jit(jax.value_and_grad(loss))(params, jax.random.key(2))
+
+    jax.tree.map(np.testing.assert_array_equal, gradients(rj.checkpoint_blocks(loss, {Dropped: policy})), gradients(loss))
+    assert counts["named"] == 1
+
+
+def test_a_rule_that_folds_a_number_is_not_shared(counts):
+    """In the rule, layer 0's number 7 is not the one that layer 1 replaces by 8."""
+
+    def layer(x, key, number):
+        @jax.custom_jvp
+        def noisy(x):
+            return x * 2
+
+        @noisy.defjvp
+        def rule(primals, tangents):
+            return noisy(*primals), tangents[0] * jax.random.uniform(jax.random.fold_in(key_of(), 7))
+
+        def key_of():
+            return jax.random.key(0)
+
+        return noisy(jnp.sin(x)) * jax.random.uniform(jax.random.fold_in(key, number))
+
+    block = rj.block(layer)
+
+    def loss(x, key):
+        return block(block(x, key, 7), key, 8).sum()
+
+    plain = jax.grad(lambda x, key: layer(layer(x, key, 7), key, 8).sum())(X, jax.random.key(3))
+    np.testing.assert_array_equal(jax.grad(rj.checkpoint_blocks(loss, {block: "full"}))(X, jax.random.key(3)), plain)
+
+
 @pytest.mark.parametrize(
     ("stack", "named"),
     [
@@ -126,7 +179,7 @@ def test_names_actions_and_gradients_are_those_of_layers_that_share_nothing(monk
     loss, params = loss_of(Stack())
     shared = table(loss, params, policy)
     gradients = jax.jit(jax.grad(rj.checkpoint_blocks(loss, {Layer: policy})))(params, X)
-    monkeypatch.setattr(repeated.FirstLayer, "is_like", lambda *_: False)
+    monkeypatch.setattr(repeated.FirstLayer, "folded_as", lambda *_: None)
     assert shared == table(loss, params, policy)
     assert {name.partition("/")[0].partition(":")[0] for name, *_ in shared} >= {f"layer_{index}" for index in range(1, 5)}
     alone = jax.jit(jax.grad(rj.checkpoint_blocks(loss, {Layer: policy})))(params, X)

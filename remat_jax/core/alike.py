@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -31,9 +32,29 @@ class Original:
         self.jaxpr = jaxpr
         self._rules: dict[Any, Any] = {}
 
-    def is_like(self, jaxpr: ClosedJaxpr, paths: tuple[str, str] = ("", "")) -> bool:
-        """Whether the closed `jaxpr` is alike. `paths`: the module paths of the two programs' blocks, which may differ."""
-        return _Comparison(self._rules, paths=paths).programs(self.jaxpr, jaxpr)
+    def is_like(self, jaxpr: ClosedJaxpr) -> bool:
+        """Whether the closed `jaxpr` is alike."""
+        return _Comparison(self._rules).programs(self.jaxpr, jaxpr)
+
+    def folded_as(self, jaxpr: ClosedJaxpr, paths: tuple[str, str]) -> Folded | None:
+        """The numbers that `jaxpr` folds into random keys; None if it is not alike in everything else.
+
+        Flax folds a number made from a module's path into the key of each module, so layers with dropout differ in it.
+
+        Args:
+          paths: the module paths of the two programs' blocks, which may differ.
+        """
+        folded: dict[int, Any] = {}
+        return folded if _Comparison(self._rules, paths=paths, folded=folded).programs(self.jaxpr, jaxpr) else None
+
+
+Folded = Mapping[int, Any]
+"""A number that the first program folds into random keys → the literal that the other folds in its place."""
+
+
+def folds(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` folds a number that is known as it is traced into a random key."""
+    return compat.kind(eqn) == "random_fold_in" and hasattr(eqn.invars[1], "val")
 
 
 def holds_arrays(jaxpr: ClosedJaxpr) -> bool:
@@ -53,12 +74,16 @@ def holds_functions(jaxpr: ClosedJaxpr) -> bool:
 
 
 def has_plain_rules(jaxpr: ClosedJaxpr, depth: int = 0) -> bool:
-    """Whether the rules of every `custom_jvp` in the closed `jaxpr` can be traced, and hold neither arrays nor functions."""
+    """Whether the rules of every `custom_jvp` in the closed `jaxpr` can be traced, and hold neither arrays nor functions.
+
+    A rule that folds a number into a random key is not plain: in the rule, `Folded` would not be told from its own numbers.
+    """
     rules = (_rule(eqn) for eqn in equations(jaxpr) if compat.kind(eqn) == "custom_jvp_call")
     return not any(
         rule is None
         or holds_arrays(rule)
         or holds_functions(rule)
+        or any(map(folds, equations(rule)))
         or (depth < _DEEPEST and not has_plain_rules(rule, depth + 1))
         for rule in rules
     )
@@ -71,10 +96,17 @@ class _Comparison:
       rules: a `custom_jvp` equation of the first program → its traced derivative rule; None if tracing failed.
       around: the functions whose rules are being compared, outermost first.
       paths: the module paths of the two programs' blocks, which may differ.
+      folded: collects the numbers that are folded into random keys (`Folded`); None if these have to be equal.
     """
 
-    def __init__(self, rules: dict[Any, Any], around: tuple[Any, ...] = (), paths: tuple[str, str] = ("", "")) -> None:
-        self.rules, self.around, self.paths = rules, around, paths
+    def __init__(
+        self,
+        rules: dict[Any, Any],
+        around: tuple[Any, ...] = (),
+        paths: tuple[str, str] = ("", ""),
+        folded: dict[int, Any] | None = None,
+    ) -> None:
+        self.rules, self.around, self.paths, self.folded = rules, around, paths, folded
         self.scopes = functools.cache(lambda stack: compat.moved_scopes(stack, *paths))
 
     def programs(self, program: Any, other: Any) -> bool:
@@ -98,7 +130,7 @@ class _Comparison:
             return False
         if self.scopes(eqn.source_info.name_stack) != other.source_info.name_stack:
             return False
-        if not _read_alike(names, eqn.invars, other.invars):
+        if not self._operands(eqn, other, names):
             return False
         if not self._values(compat.fixed_arguments(eqn), compat.fixed_arguments(other)):
             return False
@@ -106,6 +138,14 @@ class _Comparison:
         if len(different) == 1 and compat.is_rule(different[0]) and not params.get("symbolic_zeros", True):
             return self._rules_alike(eqn, other)
         return not different
+
+    def _operands(self, eqn: JaxprEqn, other: JaxprEqn, names: dict[Any, Any]) -> bool:
+        if self.folded is None or not (folds(eqn) and folds(other)):
+            return _read_alike(names, eqn.invars, other.invars)
+        (key, number), (other_key, other_number) = eqn.invars, other.invars
+        before = self.folded.setdefault(int(number.val), other_number)
+        is_same = number.aval == other_number.aval and int(before.val) == int(other_number.val)
+        return is_same and _read_alike(names, [key], [other_key])
 
     def _values(self, value: Any, other: Any) -> bool:
         if value is other:
@@ -122,7 +162,9 @@ class _Comparison:
             return all(self._values(getattr(value, name), getattr(other, name)) for name in fields)
         if isinstance(value, float | complex):
             return repr(value) == repr(other)
-        # `==` of two arrays is an array, not True.
+        if isinstance(value, np.generic | np.ndarray):
+            return _same_array(value, other)
+        # `==` of two JAX arrays is an array, not True.
         return (value == other) is True
 
     def _rules_alike(self, eqn: JaxprEqn, other: Any) -> bool:
@@ -168,5 +210,10 @@ def _read_alike(names: dict[Any, Any], ones: Any, others: Any) -> bool:
 def _atoms(names: dict[Any, Any], operand: Any, other: Any) -> bool:
     if not hasattr(operand, "val") or not hasattr(other, "val"):
         return not hasattr(operand, "val") and names[operand] is other
-    values = [np.asarray(atom.val) for atom in (operand, other)]
-    return operand.aval == other.aval and values[0].dtype == values[1].dtype and values[0].tobytes() == values[1].tobytes()
+    return operand.aval == other.aval and _same_array(np.asarray(operand.val), np.asarray(other.val))
+
+
+def _same_array(one: Any, other: Any) -> bool:
+    """Whether two NumPy arrays or scalars are equal bit for bit. `jnp.split` gives its equation NumPy integers."""
+    alike = one.dtype == other.dtype and one.shape == other.shape and not one.dtype.hasobject
+    return bool(alike and one.tobytes() == other.tobytes())

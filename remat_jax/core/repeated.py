@@ -1,6 +1,7 @@
 """Names and linearises identical layers once. Later layers reuse the names and the linearisation, with their own module path.
 
-Two blocks are identical if their jaxprs differ only in the module path. Renaming a linearisation does not retrace it.
+Two blocks are identical if their jaxprs differ only in the module path, and in the numbers that Flax makes from the path and
+folds into random keys. Renaming a linearisation does not retrace it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from remat_jax import compat
-from remat_jax.core.alike import Original, has_plain_rules, holds_arrays, holds_functions
+from remat_jax.core.alike import Folded, Original, folds, has_plain_rules, holds_arrays, holds_functions
 from remat_jax.core.naming import Named, name_residuals
 from remat_jax.core.walk import inner_jaxprs, replace_inner, variables
 from remat_jax.policy import Candidate
@@ -44,9 +46,9 @@ class FirstLayer:
     _keeping: dict[Any, Any] = field(default_factory=dict)
     kept: dict[Any, frozenset[str] | None] = field(default_factory=dict)
 
-    def is_like(self, jaxpr: ClosedJaxpr, path: str, conditions: Any) -> bool:
-        """Whether the block `jaxpr` at `path` is identical to this first layer."""
-        return self.conditions == conditions and self.original.is_like(jaxpr, (self.named.path, path))
+    def folded_as(self, jaxpr: ClosedJaxpr, path: str, conditions: Any) -> Folded | None:
+        """The numbers that the block `jaxpr` at `path` folds into random keys; None if it is not identical to this layer."""
+        return self.original.folded_as(jaxpr, (self.named.path, path)) if self.conditions == conditions else None
 
     def linearised(self, key: Any, linearise: Linearise) -> Named | None:
         """`linearise(self.named)`, cached by `key`; None if it has arrays as constants, which other blocks cannot share."""
@@ -70,11 +72,16 @@ class NamedBlock:
 
     named: Named
     first: FirstLayer
+    folded: Folded = field(default_factory=dict)
+    _linearised: dict[Any, Named] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def linearised(self, key: Any, linearise: Linearise) -> Named:
-        """`linearise(self.named)`, or the renamed linearisation of `first` if blocks can share it (`FirstLayer.linearised`)."""
-        of_first = self.first.linearised(key, linearise)
-        return linearise(self.named) if of_first is None else self._renaming(of_first.candidates).named(of_first)
+        """`linearise(self.named)`, or the renamed linearisation of `first` if blocks can share it; once for each `key`."""
+        if key not in self._linearised:
+            of_first = self.first.linearised(key, linearise)
+            shared = None if of_first is None else self._renaming(of_first.candidates).named(of_first)
+            self._linearised[key] = linearise(self.named) if shared is None else shared
+        return self._linearised[key]
 
     def keeping(self, names: Set[str], key: Any, linearise: Linearise) -> Any:
         """The closed jaxpr of the linearisation, where arrays inside the block have no automatic names except `names`."""
@@ -98,7 +105,7 @@ class NamedBlock:
         return None if of_first is None else frozenset(map(back.before, of_first))
 
     def _renaming(self, candidates: Mapping[str, Candidate]) -> _Renaming:
-        return _Renaming(self.first.named.path, self.named.path, candidates)
+        return _Renaming(self.first.named.path, self.named.path, candidates, self.folded)
 
 
 # The most recently used layer is last. The tuple is replaced, never changed, so that threads can share it.
@@ -111,13 +118,14 @@ def name_block(jaxpr: ClosedJaxpr, path: str, inputs: Sequence[bool]) -> NamedBl
     path = "/".join(part for part in path.split("/") if part)
     line = compat.source_line(jaxpr.jaxpr.eqns[-1]) if jaxpr.jaxpr.eqns else ""
     conditions = tuple(inputs), compat.block_settings(), line, bool(path)
-    first = next((layer for layer in reversed(_first_layers) if layer.is_like(jaxpr, path, conditions)), None)
+    found = ((layer, layer.folded_as(jaxpr, path, conditions)) for layer in reversed(_first_layers))
+    first, folded = next(((layer, folded) for layer, folded in found if folded is not None), (None, {}))
     if first is None:
         first = FirstLayer(Original(jaxpr), conditions, name_residuals(jaxpr, path, inputs))
         if holds_arrays(jaxpr) or holds_functions(jaxpr) or not has_plain_rules(jaxpr):
             return NamedBlock(first.named, first)
     _first_layers = (*(layer for layer in _first_layers if layer is not first), first)[-_MOST:]
-    return NamedBlock(_Renaming(first.named.path, path, first.named.candidates).named(first.named), first)
+    return NamedBlock(_Renaming(first.named.path, path, first.named.candidates, folded).named(first.named), first, folded)
 
 
 class _Renaming:
@@ -125,10 +133,14 @@ class _Renaming:
 
     Args:
       candidates: the block's names. Names that a user gave do not change.
+      folded: the numbers that the identical block folds into random keys.
     """
 
-    def __init__(self, path: str, new_path: str, candidates: Mapping[str, Candidate]) -> None:
-        self._paths = path, new_path
+    def __init__(
+        self, path: str, new_path: str, candidates: Mapping[str, Candidate], folded: Folded = MappingProxyType({})
+    ) -> None:
+        self._paths, self._folded = (path, new_path), folded
+        self._is_same = path == new_path and all(number == int(literal.val) for number, literal in folded.items())
         automatic = (name for name, candidate in candidates.items() if not candidate.user_named) if path != new_path else ()
         self._names = {name: self._moved(name) for name in automatic}
         self._scopes = functools.cache(lambda stack: compat.moved_scopes(stack, path, new_path))
@@ -150,7 +162,7 @@ class _Renaming:
 
     def named(self, named: Named) -> Named:
         """`named`, with the new names and scopes."""
-        if self._paths[0] == self._paths[1]:
+        if self._is_same:
             return named
         candidates = {
             self.after(name): replace(candidate, name=self.after(name)) for name, candidate in named.candidates.items()
@@ -162,14 +174,15 @@ class _Renaming:
 
     def _jaxpr(self, jaxpr: Jaxpr | ClosedJaxpr) -> Any:
         """The closed or open `jaxpr` with the new names; the same object if nothing changes."""
-        if self._paths[0] == self._paths[1]:
+        if self._is_same:
             return jaxpr
         return compat.with_equations(jaxpr, [self._equation(eqn) for eqn in compat.closed(jaxpr).jaxpr.eqns], {})
 
     def _equation(self, eqn: JaxprEqn) -> Any:
         name = compat.given_name(eqn)
         changed = {"name": self._names[name]} if name in self._names else _changed_bodies(eqn, self.jaxpr)
-        return compat.with_params(eqn, changed, self._scopes(eqn.source_info.name_stack))
+        inputs = [eqn.invars[0], self._folded[int(eqn.invars[1].val)]] if self._folded and folds(eqn) else None
+        return compat.with_params(eqn, changed, self._scopes(eqn.source_info.name_stack), inputs)
 
 
 def keep_names(named: Named, names: Set[str]) -> Any:
