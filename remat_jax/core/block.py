@@ -76,6 +76,11 @@ class BlockUnderPolicy:
         """The linearisation `(x, ẋ) ↦ (f(x), f_lin(ẋ))` along every input that has a derivative, with its arrays named."""
         return self._along_all[1]
 
+    @functools.cached_property
+    def _decided(self) -> tuple[frozenset[str], frozenset[str]]:
+        assert isinstance(self.policy, Policy)
+        return decide(self.linearised, self.policy)
+
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """Every array that a policy can select: arrays of the block, and arrays that its derivative rules add."""
@@ -88,7 +93,7 @@ class BlockUnderPolicy:
             return frozenset(compat.offloaded_by(self.policy, self.jaxpr))
         if not self.policy.offloads:
             return frozenset()
-        return decide(self.named, self.policy)[1] or decide(self.linearised, self.policy)[1]
+        return decide(self.named, self.policy)[1] or self._decided[1]
 
     @property
     def offloaded_inputs(self) -> dict[int, str]:
@@ -123,7 +128,7 @@ class BlockUnderPolicy:
         if not isinstance(self.policy, Policy):
             return None
         live = tuple(self._along_all[0] if inputs is None else inputs)
-        key = *decide(self.linearised, self.policy), live
+        key = *self._decided, live
         return self.names.kept(key, self.linearised, lambda: self._names_between(live))
 
     def _names_between(self, live: Sequence[int]) -> frozenset[str] | None:
