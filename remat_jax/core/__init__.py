@@ -11,6 +11,7 @@ The modules, in reading order:
 - `naming`: names every array of a block and of its linearisation.
 - `alike`: compares two separately traced programs.
 - `repeated`: names and linearises identical layers once.
+- `decided`: the names that a policy saves and offloads in a block.
 - `block`: the checkpoint of a block, around its linearisation.
 - `stack_rows`: reads a layer's row from its stack inside the checkpoint.
 - `once`: the error for a reverse-mode derivative of a derivative through an offload.

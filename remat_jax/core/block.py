@@ -35,6 +35,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr
 
 from remat_jax import compat
+from remat_jax.core.decided import NamesPolicy, decide
 from remat_jax.core.naming import Named, name_linearised
 from remat_jax.core.once import transposed_once
 from remat_jax.core.origins import Origin, is_on_host, origin
@@ -43,7 +44,7 @@ from remat_jax.core.rewrite import established
 from remat_jax.core.stack_rows import read_row
 from remat_jax.core.walk import of_some, retrace
 from remat_jax.errors import UnsupportedError
-from remat_jax.policy import Action, Candidate, JaxPolicy, Policy
+from remat_jax.policy import Candidate, JaxPolicy, Policy
 
 Function = Callable[..., list[Any]]
 
@@ -211,7 +212,7 @@ class BlockUnderPolicy:
         offloaded = offloaded.difference(self.named.inputs[place] for place in staying)
         linearised = self.names.keeping(saved | offloaded, *linearisation)
         # Under the policy None, `jax.checkpoint` recomputes everything.
-        return linearised, _NamesPolicy(saved, offloaded) if saved or offloaded else None
+        return linearised, NamesPolicy(saved, offloaded) if saved or offloaded else None
 
 
 Differentiated = list[tuple[BlockUnderPolicy, list[int]]]
@@ -250,43 +251,6 @@ def block_under_policy(jaxpr: ClosedJaxpr, policy: Policy | JaxPolicy, path: str
     jaxpr = compat.dce(established(jaxpr))
     with compat.established_forms():
         return BlockUnderPolicy(jaxpr, name_block(jaxpr, path, inputs), policy)
-
-
-def decide(named: Named, policy: Policy) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that `policy` saves, and the names that it offloads."""
-    saved, offloaded = set(), set()
-    for name, candidate in named.candidates.items():
-        action = policy.action(candidate)
-        shape = named.shapes[name]
-        if action is Action.OFFLOAD and shape != () and 0 not in shape:
-            offloaded.add(name)
-        elif action is not Action.RECOMPUTE and not candidate.is_input:
-            # A checkpoint keeps its inputs anyway. A scalar or an empty array that the policy offloads is saved instead.
-            saved.add(name)
-    return frozenset(saved), frozenset(offloaded)
-
-
-@dataclass(frozen=True)
-class _NamesPolicy:
-    """A `jax.checkpoint` policy made of two sets of names. Policies with equal sets are equal, so JAX's caches hit."""
-
-    saved: frozenset[str]
-    offloaded: frozenset[str]
-
-    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
-        if primitive.name in _PRINTS:
-            # Never recompute a print: JAX raises a KeyError if a recomputed print reads an array that the policy keeps.
-            return True
-        if primitive.name != "name":
-            return False
-        name = params["name"]
-        if name in self.offloaded and not compat.is_on_host(avals[0]):
-            return compat.OFFLOAD
-        # An array that a block inside this block has offloaded is saved where it is, in host memory.
-        return name in self.saved or name in self.offloaded
-
-
-_PRINTS = frozenset({"debug_callback", "debug_print"})
 
 
 def _checkpoint(function: Function, policy: JaxPolicy | None, prevent_cse: bool) -> Function:

@@ -10,7 +10,7 @@ import jax
 
 from remat_jax import compat
 from remat_jax.core import BlockUnderPolicy, is_smooth
-from remat_jax.core.block import decide
+from remat_jax.core.decided import decide
 from remat_jax.core.matmuls import eqn_flops
 from remat_jax.core.walk import of_some
 from remat_jax.cost.cost import Cost, is_pass, is_view, jaxpr_cost, materialised, shares
