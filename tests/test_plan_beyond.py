@@ -21,6 +21,7 @@ from remat_jax.planning import make_plan
 from remat_jax.planning.beyond import estimated, with_changes
 from remat_jax.planning.changes import CHANGES
 from remat_jax.planning.model import Model
+from remat_jax.planning.problem import describe, describe_outside
 from tests import plan_models
 from tests.plan_by_hand import plan as plan_by_hand
 
@@ -85,6 +86,17 @@ def test_no_array_of_the_planned_loss_has_all_logits(chunked):
         return max(var.aval.size for eqn in equations(traced) for var in eqn.outvars)
 
     assert largest(chunked.apply(loss)) < 32 * 64 * WORDS <= largest(loss)
+
+
+@pytest.mark.parametrize("change", ["head_in_chunks", "optimizer_on_host"])
+def test_where_the_blocks_stay_the_same_only_the_rest_is_described_again(change):
+    assert not CHANGES[change].in_blocks
+    work = job(optimizer=optax.adam(1e-3))
+    changed = CHANGES[change].changed(work)
+    before, wanted = describe(work, "h200"), describe(changed, "h200")
+    assert describe_outside(before, changed).outside_seconds == wanted.outside_seconds
+    assert wanted.stack.blocks == before.stack.blocks
+    assert wanted.outside_seconds > before.outside_seconds
 
 
 def test_it_is_saved_and_read(chunked, tmp_path):

@@ -6,13 +6,13 @@
     PYTHONPATH=.:maxtext/src remat-jax measure examples/others/maxtext_llama.py:job --target h200
 
 MaxText wraps its layers in `jax.checkpoint` by its own `remat_policy`; the policy given here takes that checkpoint's place.
-Printed by commit e591f30 (22 August 2026) with JAX 0.10.2 on two idle cores, MaxText's own messages left out:
+Printed by commit e591f30 (22 August 2026) with JAX 0.10.2 on two busy cores, MaxText's own messages left out:
 
     as written: 83.0 GiB, 1183 ms
     full: 83.0 GiB, 1183 ms
-    dots_with_no_batch_dims: 103.0 GiB, 1090 ms
-    plan within 65%: 91.1 GiB, estimated 1132 ms, LlamaDecoderLayer in runs of 16, 15 and 1
-      found in 38 s, the first answer that fits after 3 s
+    dots_with_no_batch_dims: 103.0 GiB, 1082 ms
+    plan within 65%: 88.8 GiB, estimated 1117 ms, LlamaDecoderLayer in runs of 22, 9 and 1
+      found in 58 s, the first answer that fits after 14 s
       best named policy that fits: full, 83.0 GiB, estimated 1183 ms
       as written: 83.0 GiB, estimated 1183 ms
     a step of a small one as written: loss 5.541267, parameters changed by 0.025215

@@ -172,8 +172,9 @@ class _Planner:
             self.workload, self.described, self.target, self.timeout, self.deadline, self.kernels, self.progress, self.findings
         )
 
-    def _problem(self, workload: Workload) -> Problem:
-        return problem(workload, self.budget, self.target, self.host_budget, timeout=max(1.0, self._left()))
+    def _problem(self, workload: Workload, like: Problem | None = None) -> Problem:
+        left = max(1.0, self._left())
+        return problem(workload, self.budget, self.target, self.host_budget, timeout=left, like=like)
 
     def leanest(self) -> tuple[int, InfeasibleBudget | None]:
         """Compile `full`, and the plan of least predicted memory if `full` does not fit."""
@@ -279,7 +280,8 @@ class _Planner:
         The change frees `freed` bytes of the compiled peak; if None, what the planning problems differ by. Arguments that it
         moves to the host are copied twice in a step, and no compute hides their copies, because the update comes last.
         """
-        other, learnt, link = self._problem(changed).known, self.known.fit.stack, self.known.fit.guess.link
+        other = self._problem(changed, None if freed is None else self.problem).known
+        learnt, link = self.known.fit.stack, self.known.fit.guess.link
         moved = self.known.fit.arguments - other.fit.arguments
         copies = 0.0 if link is None else link.exposed_out(moved, 0.0) + link.exposed_in(moved, 0.0)
         shares = learnt.blocks[0].recomputed_share, learnt.blocks[0].fetched_share

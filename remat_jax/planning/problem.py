@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -58,7 +58,10 @@ class Kind:
 class Described:
     """A workload as a planning problem: a `stack` for the solver, and one kind for each block of the stack.
 
-    `outside_seconds` is the time of the work outside the blocks: embedding, head, loss, optimizer.
+    Attributes:
+      outside_seconds: the time of the work outside the blocks: embedding, head, loss, optimizer.
+      traced_seconds, written_seconds: in the traced step, which is not divided over devices, the time of the blocks, and
+        the time to write their residuals.
     """
 
     stack: solver.Stack
@@ -66,6 +69,8 @@ class Described:
     outside_seconds: float
     rates: Rates
     micro_batches: int = 1
+    traced_seconds: float = 0.0
+    written_seconds: float = 0.0
 
     @property
     def base_seconds(self) -> float:
@@ -131,14 +136,27 @@ def describe(
     if of_blocks.out_bytes_per_s is not None and of_blocks.in_bytes_per_s is not None:
         speeds = of_blocks.out_bytes_per_s, of_blocks.in_bytes_per_s
         link = solver.HostLink(*speeds, rates.hidden_share, of_blocks.hbm_bytes_per_s)
-    inside = sum(block.repeats * (block.forward_seconds + block.backward_seconds) for block in blocks)
-    # Under `off`, the cost would include recomputation by checkpoints inside the blocks.
-    step = workload.step("everything" if any(kind.program.dropped for kind in kinds) else "off")
-    whole = jaxpr_cost(jax.make_jaxpr(step.function)(*step.arguments)).seconds(rates)
+    step = _plain_step(workload, kinds)
     stack = solver.Stack(tuple(blocks), link, _fixed_bytes(workload, step, kinds, shares, target))
+    return _with_outside(Described(stack, tuple(kinds), 0.0, rates, workload.micro_batches, alone, written), step)
+
+
+def describe_outside(described: Described, workload: Workload) -> Described:
+    """`described` with the time outside the blocks of another workload, whose blocks are the same."""
+    return _with_outside(described, _plain_step(workload, described.kinds))
+
+
+def _plain_step(workload: Workload, kinds: Sequence[Kind]) -> TrainingStep:
+    # Under `off`, the cost would include recomputation by checkpoints inside the blocks.
+    return workload.step("everything" if any(kind.program.dropped for kind in kinds) else "off")
+
+
+def _with_outside(described: Described, step: TrainingStep) -> Described:
+    whole = jaxpr_cost(jax.make_jaxpr(step.function)(*step.arguments)).seconds(described.rates)
+    outside, alone = whole - described.traced_seconds - described.written_seconds, described.traced_seconds
     # The work outside the blocks is assumed to be partitioned like the work inside.
-    outside = max(0.0, whole - alone - written) * (inside / alone if alone else 1.0)
-    return Described(stack, tuple(kinds), outside, rates, workload.micro_batches)
+    share = described.stack.base_seconds / alone if alone else 1.0
+    return replace(described, outside_seconds=max(0.0, outside) * share)
 
 
 def _equal_calls(workload: Workload) -> Iterator[list[Call]]:

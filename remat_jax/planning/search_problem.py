@@ -21,7 +21,7 @@ from remat_jax.planning.fit_memory import Fit
 from remat_jax.planning.generators.as_written import as_written
 from remat_jax.planning.known import Known
 from remat_jax.planning.plan_data import Point
-from remat_jax.planning.problem import Described, describe, keeping_seconds
+from remat_jax.planning.problem import Described, describe, describe_outside, keeping_seconds
 from remat_jax.planning.solved import Solved
 from remat_jax.planning.times import Times
 from remat_jax.planning.translate import named_candidate, own_candidate, recut
@@ -51,14 +51,25 @@ class Problem:
 
 
 def problem(
-    workload: Workload, budget: int, target: Target, host_budget: int | None, *, timeout: float = DEFAULT_TIMEOUT
+    workload: Workload,
+    budget: int,
+    target: Target,
+    host_budget: int | None,
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+    like: Problem | None = None,
 ) -> Problem:
-    """The search problem of a workload. `timeout` is for the step that is compiled if the workload has a mesh.
+    """The search problem of a workload.
+
+    Args:
+      timeout: for the step that is compiled if the workload has a mesh.
+      like: the problem of a workload with the same blocks; then only what is outside the blocks is traced.
 
     Raises:
       TargetError, UnsupportedError, BlockError: as in `describe`.
     """
-    described, findings = describe(workload, target, timeout=timeout), list[PlanFinding]()
+    findings = list[PlanFinding]()
+    described = describe(workload, target, timeout=timeout) if like is None else describe_outside(like.described, workload)
     if no_offload := _no_link(described, target, host_budget):
         described = replace(described, stack=replace(described.stack, link=None))
     else:
