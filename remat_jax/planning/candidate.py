@@ -129,15 +129,18 @@ class StepCandidate:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The compiled memory of a candidate. `sizes` has all figures from the compiler; it is None if compilation failed.
+    """The compiled memory of a candidate.
 
-    `sound` is False if compilation failed or the program may be miscompiled.
+    Attributes:
+      sound: False if compilation failed or the program may be miscompiled.
+      sizes, program: all figures from the compiler, and the program that it compiled; None if compilation failed.
     """
 
     device_bytes: int
     host_bytes: int
     sound: bool = True
     sizes: Any = field(default=None, compare=False)
+    program: Any = field(default=None, compare=False, repr=False)
 
     @property
     def seconds(self) -> float | None:

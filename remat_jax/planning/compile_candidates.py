@@ -11,7 +11,7 @@ from typing import Any
 
 from remat_jax.errors import BlockError, CompileError, PolicyError, UnsupportedError
 from remat_jax.hardware import Target
-from remat_jax.memory.compile.compiler import Sizes, compile_programs
+from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import ExportedProgram, export_step
 from remat_jax.memory.compile.options import Kernels
 from remat_jax.memory.compile.process import Children
@@ -91,13 +91,16 @@ class Compiler:
         self._report(keys, best)
         with ThreadPoolExecutor(min(SIDE_BY_SIDE, os.cpu_count() or 1)) as pool, Children() as children:
 
-            def sizes_of(program: ExportedProgram, memory_limit: int | None) -> Sizes:
+            def compiled(program: ExportedProgram, candidate: StepCandidate) -> Compiled:
                 left = max(1.0, self._left if best is not None else self.deadline - time.monotonic())
-                options: dict[str, Any] = {"memory_limit": memory_limit, "kernels": self.kernels, "children": children}
-                return compile_programs([program], self.target, timeout=left, **options)[program.key]
+                shared: dict[str, Any] = {"kernels": self.kernels, "children": children}
+                limit = candidate.memory_limit
+                sizes = compile_programs([program], self.target, timeout=left, memory_limit=limit, **shared)[program.key]
+                is_wrong = candidate.host_bytes > 0 and sizes.is_miscompiled
+                return Compiled(sizes.device, sizes.host, not is_wrong, sizes, program)
 
             # Each step is submitted by itself: a failing step does not affect others, and tracing overlaps compilation.
-            futures = [self._submitted(pool, sizes_of, *pair) for pair in zip(keys, candidates, strict=True)]
+            futures = [self._submitted(pool, compiled, *pair) for pair in zip(keys, candidates, strict=True)]
             wait(futures)
         self._longest = max(self._longest, time.monotonic() - begin)
         errors = {key: error for key, future in zip(keys, futures, strict=True) if (error := future.exception()) is not None}
@@ -107,28 +110,25 @@ class Compiler:
         self.findings += [
             info("left_out", f"Left out: {key} could not be compiled: {first_sentence(error)}") for key, error in errors.items()
         ]
-        return [
-            Compiled(FAILED, 0, sound=False) if future.exception() else _compiled(candidate, future.result())
-            for candidate, future in zip(candidates, futures, strict=True)
-        ]
+        return [Compiled(FAILED, 0, sound=False) if future.exception() else future.result() for future in futures]
 
     def _submitted(
         self,
         pool: ThreadPoolExecutor,
-        sizes_of: Callable[[ExportedProgram, int | None], Sizes],
+        compiled: Callable[[ExportedProgram, StepCandidate], Compiled],
         key: str,
         candidate: StepCandidate,
-    ) -> Future[Sizes]:
+    ) -> Future[Compiled]:
         """Trace a candidate's step in this thread, and submit it for compilation."""
         begin = time.monotonic()
         try:
             program = export_step(key, self.workload.step(policies_of(self.described, candidate)), self.target)
         except Exception as error:  # `_raise_fatal` raises all but `_OF_ONE_STEP` unless a step already fits
-            refused: Future[Sizes] = Future()
+            refused: Future[Compiled] = Future()
             refused.set_exception(error)
             return refused
         self._tracing = max(self._tracing, time.monotonic() - begin)
-        return pool.submit(sizes_of, program, candidate.memory_limit)
+        return pool.submit(compiled, program, candidate)
 
     def _raise_fatal(self, errors: Sequence[BaseException], *, all_failed: bool) -> None:
         """Raise the first error not in `_OF_ONE_STEP`. If there is none, raise the first error in the cases of `compile`."""
@@ -147,11 +147,6 @@ class Compiler:
             so_far = f"; best so far: {name}, {format_seconds(seconds)}, {format_bytes(best.compiled.device_bytes)}"
         most = max(MOST_COMPILED, self.count + len(keys))
         self.progress(f"compiling {' and '.join(keys)} for {self.target.name}{so_far}", self.count, most)
-
-
-def _compiled(candidate: StepCandidate, sizes: Sizes) -> Compiled:
-    is_wrong = candidate.host_bytes > 0 and sizes.is_miscompiled
-    return Compiled(sizes.device, sizes.host, sound=not is_wrong, sizes=sizes)
 
 
 def first_sentence(error: BaseException) -> str:

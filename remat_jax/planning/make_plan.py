@@ -15,6 +15,7 @@ from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import SHOWN, Advice, advise, largest, traced_products
 from remat_jax.memory.compile.devices import check_devices, host_shortage
+from remat_jax.memory.compile.exporting import ExportedProgram
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, GRAPHS, Kernels, check_timeout
 from remat_jax.planning.beyond import Predicted, estimated, with_changes
 from remat_jax.planning.candidate import StepCandidate, Tried
@@ -101,9 +102,9 @@ def plan(
         def plan_of(workload: Workload, share: float) -> Plan:
             check_arguments_fit(workload, device)
 
-            def plan_for(budget: int, timeout: float, known: list[Tried]) -> tuple[Plan, list[Tried]]:
+            def plan_for(budget: int, timeout: float, known: list[Tried]) -> tuple[Plan, ExportedProgram, list[Tried]]:
                 planners.append(_Planner(workload, budget, target, host, timeout, say, kernels, known))
-                return planners[-1].plan(), planners[-1].known.fit.tried
+                return *planners[-1].plan(), planners[-1].known.fit.tried
 
             return fitting_without_triton(plan_for, workload, device, target, share * (ends - time.monotonic()), say, kernels)
 
@@ -187,7 +188,8 @@ class _Planner:
     def _infeasible(self) -> InfeasibleBudget:
         return infeasible(self.workload, self.known.fit.smallest, self.budget, self.host_budget, self.target)
 
-    def plan(self) -> Plan:
+    def plan(self) -> tuple[Plan, ExportedProgram]:
+        """The plan, and its step as it was compiled."""
         ended = search(self.known, self.compiler.compile)
         if not self.known.fit.compiled:
             self.leanest()
@@ -200,7 +202,7 @@ class _Planner:
         policies = policies_of(self.described, best.candidate)
         fields = outcome(self.described, self.target, self.known, best, self.problem.remarks, self._is_late)
         self._find(ended, best, fields)
-        return Plan(
+        plan = Plan(
             policies=policies,
             recompute_flops=self._recompute_flops(best.candidate, policies),
             workload=one_line(self.workload.name),
@@ -215,6 +217,7 @@ class _Planner:
             left_out=tuple(candidate.title for candidate in ended.left),
             **fields,
         )
+        return plan, best.compiled.program
 
     def _left(self) -> float:
         return self.deadline - time.monotonic()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from remat_jax.errors import CompileError, InfeasibleBudget
 from remat_jax.hardware import Target
 from remat_jax.memory.compile.compiler import compile_programs
-from remat_jax.memory.compile.exporting import export_step
+from remat_jax.memory.compile.exporting import ExportedProgram
 from remat_jax.memory.compile.options import OPTION, WITHOUT_TRITON, Kernels
 from remat_jax.planning.candidate import Tried
 from remat_jax.planning.check_budget import check_arguments_fit
@@ -25,7 +25,7 @@ _SHORTEST = 1.0
 
 
 def fitting_without_triton(
-    plan_for: Callable[[int, float, list[Tried]], tuple[Plan, list[Tried]]],
+    plan_for: Callable[[int, float, list[Tried]], tuple[Plan, ExportedProgram, list[Tried]]],
     workload: Workload,
     budget: int,
     target: Target,
@@ -42,8 +42,8 @@ def fitting_without_triton(
     with a finding.
 
     Args:
-      plan_for: makes a plan for a budget in bytes within a number of seconds, given compiled steps; returns it with all
-        compiled steps.
+      plan_for: makes a plan for a budget in bytes within a number of seconds, given compiled steps; returns it, its step, and
+        all compiled steps.
       timeout: the seconds for everything.
 
     Raises:
@@ -54,29 +54,28 @@ def fitting_without_triton(
     def left() -> float:
         return ends - time.monotonic()
 
-    def bytes_without_triton(made: Plan, limit: int) -> int:
+    def bytes_without_triton(made: Plan, program: ExportedProgram, limit: int) -> int:
         if left() <= 0:
             raise CompileError(f"timeout={timeout:g} s is over")
         progress("compiling the plan without Triton", len(made.tried), len(made.tried))
-        program = export_step("the plan", workload.step("off" if made.is_off else dict(made.policies)), target)
         sizes = compile_programs(
-            [program],
+            [replace(program, key="the plan")],
             target,
             timeout=max(_SHORTEST, left()),
             compiler_options=WITHOUT_TRITON,
             memory_limit=limit if OPTION in made.compiler_options else None,
             kernels=kernels,
         )
-        return sizes[program.key].device
+        return sizes["the plan"].device
 
     def with_finding(made: Plan, finding: PlanFinding, *others: PlanFinding) -> Plan:
         return replace(made, findings=(*made.findings, *others, finding))
 
-    first, tried = plan_for(budget, timeout, [])
+    first, step, tried = plan_for(budget, timeout, [])
     if target.kind != "gpu":
         return first
     try:
-        needed = bytes_without_triton(first, budget)
+        needed = bytes_without_triton(first, step, budget)
     except CompileError as error:
         text = f"Not shown: whether the step fits if XLA chooses cuBLAS for the matmuls: {first_sentence(error)}"
         return with_finding(first, warning("kernels", text))
@@ -86,8 +85,8 @@ def fitting_without_triton(
     if left() > 0:
         with contextlib.suppress(InfeasibleBudget, CompileError):  # CompileError: nothing fits before the timeout
             check_arguments_fit(workload, smaller)
-            second, _ = plan_for(smaller, left(), tried)
-            if bytes_without_triton(second, smaller) <= budget:
+            second, step, _ = plan_for(smaller, left(), tried)
+            if bytes_without_triton(second, step, smaller) <= budget:
                 text = (
                     f"Planned for {format_bytes(smaller)} instead of {format_bytes(budget)}, which the first "
                     "plan may exceed on the GPU, because XLA chooses the kernel of each matmul there"
