@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.figures import markdown
-from examples.others.shared import without
+from examples.others.shared import package, without
 from parity_tests.gallery.widened import widened
 from remat_jax.errors import ArgumentError, PlanningError
 from remat_jax.train.chunked_head import chunk_head, chunked_heads
@@ -203,7 +203,7 @@ def of_levanter() -> Iterator[Case]:
     mean = jnp.mean  # haliax gives it masks of floats, which JAX no longer takes
     jnp.mean = lambda *args, where=None, **rest: mean(*args, where=None if where is None else where != 0, **rest)
 
-    sys.modules.setdefault("levanter", _package("levanter"))
+    package("levanter")
     losses = importlib.import_module("levanter.models.loss")
     sizes = {"rows": BATCH, "position": LENGTH, "embed": WIDTH, "vocab": WORDS}
     rows, position, embed, vocab = (hax.Axis(name, size) for name, size in sizes.items())
@@ -240,13 +240,6 @@ def of_tunix() -> Iterator[Case]:
         return make.compute_loss(student, teacher, jax.nn.one_hot(tokens, WORDS))[0]
 
     yield "LogitStrategy", distilled, (drawn({"embedding": (WORDS, WIDTH), "kernel": (WIDTH, WORDS)}), *batch()), True
-
-
-def _package(name: str) -> Any:
-    """A package whose modules can be imported, although its own `__init__` is not run."""
-    package = type(sys)(name)
-    package.__path__ = [str(Path(folder) / name) for folder in sys.path if (Path(folder) / name).is_dir()]
-    return package
 
 
 LIBRARIES: dict[str, Callable[[], Iterator[Case]]] = {

@@ -10,6 +10,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import flax.nnx  # noqa: F401 - it looks for IPython, which may be a placeholder later
@@ -27,6 +28,13 @@ def without(*packages: str) -> None:
     A placeholder can be a base class, a decorator, a default and a part of an annotation; calling it does nothing.
     """
     sys.meta_path.insert(0, _Absent(packages))
+
+
+def package(name: str) -> None:
+    """Let `import` find the modules of a package whose own `__init__` is not run."""
+    made = types.ModuleType(name)
+    made.__path__ = [str(Path(folder) / name) for folder in sys.path if (Path(folder) / name).is_dir()]
+    sys.modules.setdefault(name, made)
 
 
 class _Anything(abc.ABCMeta):
