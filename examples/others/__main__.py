@@ -12,6 +12,8 @@ FILES = (
     "maxtext_llama",
     "openpi_pi0",
     "easylm_llama",
+    "levanter_llama",
+    "axlearn_fuji",
     "big_vision_vit",
     "bonsai_vit",
     "transformers_gpt2",

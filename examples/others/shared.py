@@ -119,7 +119,7 @@ def show_plan(job: rj.Workload, budget: str, target: str) -> rj.Plan:
     print(f"plan within {budget}: {amounts(plan.device_bytes, plan.seconds, 'estimated ')}, {runs(plan)}")
     print(f"  found in {seconds:.0f} s, the first answer that fits after {first_fit or seconds:.0f} s")
     best = plan.best_named
-    print(f"  best named policy that fits: {'none' if best is None else beside(best)}")
+    print(f"  best named policy that fits: {'none' if best is None else f'{best.name}, {beside(best)}'}")
     for point in plan.named:
         if point.name == "as written":
             print(f"  as written: {beside(point)}")
@@ -128,10 +128,8 @@ def show_plan(job: rj.Workload, budget: str, target: str) -> rj.Plan:
 
 
 def beside(point: Any) -> str:
-    """Another policy, with its time by the plan's estimate."""
-    name = "" if point.name == "as written" else f"{point.name}, "
-    is_compiled = point.device_bytes is not None
-    return name + (amounts(point.device_bytes, point.seconds, "estimated ") if is_compiled else "not compiled")
+    """What another policy needs, with its time by the plan's estimate."""
+    return "not compiled" if point.device_bytes is None else amounts(point.device_bytes, point.seconds, "estimated ")
 
 
 def runs(plan: rj.Plan) -> str:
