@@ -11,12 +11,12 @@ Printed with transformers 4.56.2 and JAX 0.10.2:
     off: 49.1 GiB, 116 ms
     full: 9.6 GiB, 145 ms
     dots_with_no_batch_dims: 15.6 GiB, 136 ms
-    plan within 30%: 28.5 GiB, estimated 129 ms, FlaxGPT2Block in one run of 24
-      found in 196 s, the first answer that fits after 186 s
-      best named policy that fits: dots, 28.5 GiB, estimated 129 ms
+    plan within 30%: 40.6 GiB, estimated 121 ms, FlaxGPT2Block in runs of 11, 12 and 1
+      found in 87 s, the first answer that fits after 33 s
+      best named policy that fits: dots, 28.5 GiB, estimated 128 ms
     a step of a small one as written: loss 6.240728, parameters changed by 0.034224
     a step of a small one under full: loss 6.240728, parameters changed by 0.034224
-    a step of a small one under its plan, FlaxGPT2Block in one run of 2: loss 6.240727, parameters changed by 0.034224
+    a step of a small one under its plan, FlaxGPT2Block in runs of 1 and 1: loss 6.240727, parameters changed by 0.034224
 
 Other work kept the two cores busy.
 """
