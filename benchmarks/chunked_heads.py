@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.figures import markdown
-from examples.others.shared import package, without
+from examples.others.shared import masks_may_be_numbers, package, without
 from parity_tests.gallery.widened import widened
 from remat_jax.errors import ArgumentError, PlanningError
 from remat_jax.train.chunked_head import chunk_head, chunked_heads
@@ -200,9 +200,7 @@ def of_axlearn() -> Iterator[Case]:
 def of_levanter() -> Iterator[Case]:
     import haliax as hax
 
-    mean = jnp.mean  # haliax gives it masks of floats, which JAX no longer takes
-    jnp.mean = lambda *args, where=None, **rest: mean(*args, where=None if where is None else where != 0, **rest)
-
+    masks_may_be_numbers()
     package("levanter")
     losses = importlib.import_module("levanter.models.loss")
     sizes = {"rows": BATCH, "position": LENGTH, "embed": WIDTH, "vocab": WORDS}

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from remat_jax.planning.explain import signed, time_text
 from remat_jax.planning.page import page, picture, with_plan
 from remat_jax.planning.plan_data import Point, unbeaten
 from remat_jax.report.chart import FRONTIER, THE_PLAN, FrontierPoint, frontier_figure
@@ -97,6 +98,13 @@ def test_the_picture_has_every_policy_and_the_budget():
     assert "slow ↑ 200 ms" in texts and "20" not in texts and "200" not in texts
     with pytest.raises(ValueError, match="frontier is empty"):
         frontier_figure([], [], FrontierPoint(1, 1.0, True, ""), 1, "t")
+
+
+def test_a_negative_range_of_times_does_not_look_like_its_lower_end():
+    made = plan(base_seconds=1.0)
+    assert signed(made, 0.01) == time_text(made, 0.01) and "-" not in signed(made, -0.01)
+    assert signed(made, -0.01) == f"{time_text(made, 0.01)} less"
+    assert signed(made, -0.01, "slower") == f"{time_text(made, 0.01)} slower"
 
 
 def test_unbeaten_points():

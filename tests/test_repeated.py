@@ -121,6 +121,22 @@ def test_layers_with_dropout_are_identical_and_draw_their_own_masks(counts, poli
     assert counts["named"] == 1
 
 
+def test_layers_that_fold_several_numbers_at_once_are_compared_as_they_are(counts):
+    """The numbers are one literal of several, if JAX keeps it in the equation."""
+    keys = jax.random.split(jax.random.key(0), 2)
+
+    def layer(x, numbers):
+        return x * jax.vmap(jax.random.uniform)(jax.vmap(jax.random.fold_in)(keys, numbers)).sum()
+
+    block = rj.block(layer)
+
+    def loss(fn):
+        return lambda x: fn(fn(x, np.array([1, 2])), np.array([3, 4])).sum()
+
+    gradient = jax.grad(rj.checkpoint_blocks(loss(block), {block: "full"}))(X)
+    np.testing.assert_allclose(gradient, jax.grad(loss(layer))(X), rtol=1e-6)
+
+
 def test_a_rule_that_folds_a_number_is_not_shared(counts):
     """In the rule, layer 0's number 7 is not the one that layer 1 replaces by 8."""
 

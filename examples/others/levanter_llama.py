@@ -32,12 +32,13 @@ import optax
 
 import remat_jax as rj
 
-from .shared import package, show, without
+from .shared import masks_may_be_numbers, package, show, without
 
 # What trains, reads data and converts checkpoints is not needed. `levanter/__init__.py` would import all of it.
 without(*"async_lru braceexpand datasets deepspeed fsspec gcsfs git huggingface_hub humanfriendly jinja2 jmp lenses".split())
 without(*"levanter.compat levanter.tracker pyarrow ray tblib tensorstore tqdm tqdm_loggable transformers wandb".split())
 package("levanter")
+masks_may_be_numbers()
 
 import equinox as eqx  # noqa: E402
 import haliax  # noqa: E402
@@ -46,14 +47,6 @@ models: Any = importlib.import_module("levanter.models.lm_model")
 checkpoints: Any = importlib.import_module("levanter.compat.hf_checkpoints")
 checkpoints.HFCompatConfig, checkpoints.HFCheckpointConverter = models.LmConfig, dict
 llama: Any = importlib.import_module("levanter.models.llama")
-
-
-def mean(array: Any, *args: Any, where: Any = None, **options: Any) -> jax.Array:
-    """`jnp.mean`, which this haliax gives masks of numbers; JAX takes only booleans now."""
-    return _mean(array, *args, where=None if where is None else where != 0, **options)
-
-
-_mean, jnp.mean = jnp.mean, mean
 
 
 def job(rows: int = 4, length: int = 2048, words: int = 32000, **sizes: int) -> rj.Workload:

@@ -37,6 +37,12 @@ def package(name: str) -> None:
     sys.modules.setdefault(name, made)
 
 
+def masks_may_be_numbers() -> None:
+    """Let `jnp.mean` take a mask of numbers, as haliax gives it; JAX takes only booleans now."""
+    mean = jnp.mean
+    jnp.mean = lambda *args, where=None, **options: mean(*args, where=None if where is None else where != 0, **options)
+
+
 class _Anything(abc.ABCMeta):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

@@ -53,8 +53,8 @@ Folded = Mapping[int, Any]
 
 
 def folds(eqn: JaxprEqn) -> bool:
-    """Whether `eqn` folds a number that is known as it is traced into a random key."""
-    return compat.kind(eqn) == "random_fold_in" and hasattr(eqn.invars[1], "val")
+    """Whether `eqn` folds one number, known as it is traced, into a random key."""
+    return compat.kind(eqn) == "random_fold_in" and hasattr(eqn.invars[1], "val") and not eqn.invars[1].aval.shape
 
 
 def holds_arrays(jaxpr: ClosedJaxpr) -> bool:
