@@ -17,6 +17,7 @@ from remat_jax import compat
 from remat_jax.core.walk import equations
 from remat_jax.errors import ArgumentError, InfeasibleBudget
 from remat_jax.hardware import target
+from remat_jax.memory.compile.options import Kernels
 from remat_jax.planning import make_plan
 from remat_jax.planning.beyond import estimated, with_changes
 from remat_jax.planning.changes import CHANGES
@@ -97,6 +98,25 @@ def test_where_the_blocks_stay_the_same_only_the_rest_is_described_again(change)
     assert describe_outside(before, changed).outside_seconds == wanted.outside_seconds
     assert wanted.stack.blocks == before.stack.blocks
     assert wanted.outside_seconds > before.outside_seconds
+
+
+def test_nothing_is_outside_blocks_that_are_the_whole_model():
+    """Their residuals are written in the traced step, which is not work outside them."""
+    x = jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)
+    params = jax.eval_shape(Layer().init, jax.random.key(0), x)
+    described = describe(rj.Workload(lambda params, x: Layer().apply(params, x).sum(), params, (x,), Layer), "h200")
+    assert described.written_seconds > 0.05 * described.traced_seconds
+    assert described.outside_seconds < 0.01 * described.traced_seconds
+
+
+def test_micro_batches_are_estimated_with_blocks_of_their_own():
+    """The budget is less than the whole batch needs, and more than half of it does."""
+    whole, half = (describe(job(rows=rows), "h200").stack for rows in (64, 32))
+    budget = round(whole.fixed_bytes + half.fixed_bytes) // 2
+    with Kernels.temporary() as kernels:
+        planner = make_plan._Planner(job(rows=64), budget, target("h200"), None, 60.0, lambda *_: None, kernels)
+    found = planner._predicted(CHANGES["micro_batches"].changed(job(rows=64)), None)
+    assert found is not None and found.device_bytes <= budget < whole.fixed_bytes
 
 
 def test_it_is_saved_and_read(chunked, tmp_path):
