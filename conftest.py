@@ -224,7 +224,7 @@ def kernels_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     answers, kernels_of = compiler._answers, compiler.Kernels
 
     def with_kernels(entries: Any, target: Any, timeout: float, folder: Path, tell: Any, _: Any, *children: Any) -> Any:
-        key = target.compiler_description, target.devices, compiler.compat.xla_flags()
+        key = target.compiler_description, target.devices, sys.modules["remat_jax.compat"].xla_flags()
         if key not in _kernels:
             _kernels[key] = kernels_of(tmp_path_factory.mktemp("kernels"))
         return answers(entries, target, timeout, folder, tell, _kernels[key], *children)

@@ -19,7 +19,8 @@ from examples.demo.timing import KEEP_BARRIERS
 from remat_jax.cost.count import flops
 from remat_jax.errors import UnsupportedError
 from remat_jax.hardware import target
-from remat_jax.memory.compile.compiler import compile_programs, export_step
+from remat_jax.memory.compile.compiler import compile_programs
+from remat_jax.memory.compile.exporting import export_step
 
 TRACES, STEPS = 3, 9
 # The largest allowed ratio of compiled temporary memory to the peer's: the same bytes for a GPU, and 2 % more for the CPU,

@@ -18,8 +18,9 @@ import numpy as np
 from remat_jax.errors import ArgumentError, NoEffectError, PolicyError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
-from remat_jax.memory.compile.compiler import Sizes, compile_programs
+from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
+from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.residuals import Residual, ResidualTable, residuals
 from remat_jax.policy import Action, LayerPolicies, Policy, as_block_policy
 from remat_jax.workload import Workload

@@ -12,8 +12,8 @@ import pytest
 
 import remat_jax as rj
 from remat_jax import compat
-from remat_jax.memory.compile.compiler import Sizes
 from remat_jax.memory.compile.options import GRAPHS, KINDS, OPTION, overlapping_options
+from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.hlo.copies import starts_slice_copies
 from remat_jax.memory.hlo.text import parse
 from tests.gpu_text import compile_for_h200

@@ -20,7 +20,7 @@ from remat_jax.diagnosis.compiled import exposed_copies
 from remat_jax.diagnosis.watch import observe
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target
-from remat_jax.memory.compile.compiler import Sizes
+from remat_jax.memory.compile.sizes import Sizes
 
 ROWS, WIDTH, HIDDEN, LAYERS = 65536, 64, 256, 6
 PRODUCT = ROWS * HIDDEN * 4

@@ -14,7 +14,8 @@ from remat_jax import compat
 from remat_jax.errors import CompileError
 from remat_jax.hardware import target
 from remat_jax.memory.compile import cache, compiler, options, process
-from remat_jax.memory.compile.compiler import compile_programs, export_step
+from remat_jax.memory.compile.compiler import compile_programs
+from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.options import Kernels
 from remat_jax.workload import TrainingStep
 from tests.small_models import Attention, make_loss

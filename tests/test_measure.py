@@ -17,7 +17,9 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.errors import ArgumentError, NoEffectError, TargetError
 from remat_jax.hardware import target
-from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
+from remat_jax.memory.compile.compiler import compile_programs
+from remat_jax.memory.compile.exporting import export_step
+from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.measure import measure_many
 
 ROWS, WIDTH, HIDDEN, LAYERS = 8192, 64, 256, 6

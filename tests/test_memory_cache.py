@@ -24,8 +24,10 @@ from remat_jax import compat
 from remat_jax.errors import CompileError
 from remat_jax.hardware import target
 from remat_jax.memory.compile import cache, compiler
-from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
-from remat_jax.memory.compile.exporting import ExportedProgram
+from remat_jax.memory.compile.compiler import compile_programs
+from remat_jax.memory.compile.exported import ExportedProgram
+from remat_jax.memory.compile.exporting import export_step
+from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.hlo.copies import Copies, Overlap
 from remat_jax.memory.hlo.live import LiveBuffer
 from remat_jax.memory.hlo.schedule import StepTime

@@ -23,10 +23,10 @@ from remat_jax import compat
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target
 from remat_jax.memory.compile import cache, compiler
+from remat_jax.memory.compile.backends import backend_of, limit_bytes
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
-from remat_jax.memory.compile.options import LARGEST_FACTOR, OPTION, limit_bytes, limit_options
-from remat_jax.memory.compile.process import compiler_environment
+from remat_jax.memory.compile.options import LARGEST_FACTOR, OPTION, limit_options
 from remat_jax.memory.measure import measure_many
 
 H200 = target("h200")
@@ -131,9 +131,12 @@ def test_the_limit_is_the_one_that_xla_says(tmp_path: Path) -> None:
     path.write_bytes(program.blob)
     options = limit_options(40 * GIB, H200, program.held_bytes)
     asked = {"key": "off", "path": str(path), "donated": [], "mesh": [], "compiler_options": options}
-    request = {"programs": [asked], "compiler_description": H200.compiler_description, "devices": 1, "hosts": 1}
-    request["folder"] = str(tmp_path)
-    environment = compiler_environment(H200) | {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "hlo_rematerialization=1"}
+    backend = backend_of(H200)
+    request = {"programs": [asked], "topology": backend.topology(H200), "folder": str(tmp_path)}
+    environment = backend.environment(H200) | {
+        "TF_CPP_MIN_LOG_LEVEL": "0",
+        "TF_CPP_VMODULE": "hlo_rematerialization=1",
+    }
     command = [sys.executable, "-P", str(compiler.CHILD)]
     given = json.dumps(request | {"parent": os.getpid(), "idle_seconds": 60.0})
     done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True, timeout=300, check=True)

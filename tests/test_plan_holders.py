@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import remat_jax as rj
 from remat_jax import compat
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.memory.compile.compiler import Sizes
+from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.planning.check_budget import argument_bytes, check_arguments_fit, held_by, remedy
 from remat_jax.planning.problem import describe
 from tests.planning_models import RATES, ROWS, WIDTH, mlp

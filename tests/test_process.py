@@ -25,8 +25,10 @@ from remat_jax.errors import CompileError, UnsupportedError
 from remat_jax.hardware import target
 from remat_jax.hardware.target import read_table
 from remat_jax.memory.compile import cache, compiler, process
-from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
-from remat_jax.memory.compile.exporting import ExportedProgram
+from remat_jax.memory.compile.compiler import compile_programs
+from remat_jax.memory.compile.exported import ExportedProgram
+from remat_jax.memory.compile.exporting import export_step
+from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.measure import measure_many
 from remat_jax.workload import TrainingStep
 
@@ -282,7 +284,7 @@ for place, line in enumerate(sys.stdin):
 def test_a_process_that_nobody_asks_again_leaves(tmp_path: pathlib.Path) -> None:
     request = {
         "programs": [],
-        "compiler_description": None,
+        "topology": None,
         "folder": str(tmp_path),
         "parent": os.getpid(),
         "idle_seconds": 1.0,

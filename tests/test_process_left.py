@@ -18,7 +18,7 @@ import pytest
 
 from remat_jax.hardware import target
 from remat_jax.memory.compile import compiler
-from remat_jax.memory.compile.compiler import export_step
+from remat_jax.memory.compile.exporting import export_step
 from remat_jax.workload import TrainingStep
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -42,7 +42,7 @@ def test_a_caller_that_is_gone_when_the_child_has_started_is_seen(tmp_path: path
         export_step("k", TrainingStep(step, (jax.ShapeDtypeStruct((64, 32), jnp.float32),), ()), target("cpu")).blob
     )
     program = {"key": "k", "path": str(path), "donated": [], "mesh": None, "compiler_options": {}}
-    request = {"key": "k", "platform": "cpu", "compiler_description": None, "folder": str(tmp_path)}
+    request = {"key": "k", "platform": "cpu", "topology": None, "folder": str(tmp_path)}
     request |= {"program": program} if work == "run" else {"programs": [program]}
     none_such = {"parent": 0, "idle_seconds": 60.0}  # as where the parent has died: the child's is another one then
     done = subprocess.run(

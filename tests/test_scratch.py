@@ -18,7 +18,8 @@ import pytest
 from remat_jax.errors import CompileError
 from remat_jax.hardware import target
 from remat_jax.memory.compile import cache, process
-from remat_jax.memory.compile.compiler import compile_programs, export_step
+from remat_jax.memory.compile.compiler import compile_programs
+from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.process import _remedy
 from remat_jax.workload import TrainingStep
 
@@ -33,7 +34,8 @@ with scratch() as folder:
 WRITE = """
 import jax, jax.numpy as jnp
 from remat_jax.hardware import target
-from remat_jax.memory.compile.compiler import compile_programs, export_step
+from remat_jax.memory.compile.compiler import compile_programs
+from remat_jax.memory.compile.exporting import export_step
 from remat_jax.workload import TrainingStep
 step = TrainingStep(lambda x: x * 2, (jax.ShapeDtypeStruct((8,), jnp.float32),), ())
 compile_programs([export_step("full", step, target("cpu"))], target("cpu"), timeout=60)

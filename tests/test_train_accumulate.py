@@ -16,7 +16,8 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target
-from remat_jax.memory.compile.compiler import compile_programs, export_step
+from remat_jax.memory.compile.compiler import compile_programs
+from remat_jax.memory.compile.exporting import export_step
 from tests.small_models import Mlp, Stack, assert_bit_equal, assert_same, times
 
 ROWS, LENGTH, WIDTH = 12, 5, 4

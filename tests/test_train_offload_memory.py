@@ -14,7 +14,9 @@ import pytest
 import remat_jax as rj
 from remat_jax import compat
 from remat_jax.hardware import target
-from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
+from remat_jax.memory.compile.compiler import compile_programs
+from remat_jax.memory.compile.exporting import export_step
+from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.measure import measure_many
 from remat_jax.train import OffloadedOptimizer
 

@@ -16,8 +16,10 @@ from remat_jax import compat
 from remat_jax.errors import CompileError
 from remat_jax.hardware import target
 from remat_jax.memory.compile import cache, compiler, devices
-from remat_jax.memory.compile.compiler import compile_programs, export_step
-from remat_jax.memory.compile.process import Question, compiler_environment
+from remat_jax.memory.compile.backends import backend_of
+from remat_jax.memory.compile.compiler import compile_programs
+from remat_jax.memory.compile.exporting import export_step
+from remat_jax.memory.compile.process import Question
 from remat_jax.workload import TrainingStep
 
 GPU = compat.GPU_COMPILER_FLAGS
@@ -56,8 +58,8 @@ def test_the_passes_that_are_left_out(monkeypatch: pytest.MonkeyPatch, given: st
 def test_flags_of_a_file_are_read_before_others_are_joined(monkeypatch: pytest.MonkeyPatch, file: pathlib.Path) -> None:
     user_flags = "--xla_a=1\n  --xla_b=2"
     assert compat.xla_flags() == user_flags
-    assert compiler_environment(target("h200"))["XLA_FLAGS"] == f"{user_flags} {GPU}"
-    assert compiler_environment(target("2xcpu"))["XLA_FLAGS"] == f"{user_flags} --xla_force_host_platform_device_count=2"
+    for name, flag in (("h200", GPU), ("2xcpu", "--xla_force_host_platform_device_count=2")):
+        assert backend_of(target(name)).environment(target(name))["XLA_FLAGS"] == f"{user_flags} {flag}"
     asked: list[Question] = []
 
     def answer(question: Question) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def targets(as_json: Json = False) -> None:
 
 def _rates(described: Target) -> list[str | None]:
     """Three cells: the nominal rates of memory, host link and bfloat16 matmuls; in brackets the rates that estimates use."""
-    if described.kind == "cpu":
+    if not described.peak_flops:
         return [None, None, None]
     rates = Rates.of(described)
     assumed = rates.assumed(["bfloat16"])

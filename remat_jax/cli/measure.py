@@ -25,7 +25,8 @@ from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory import MemoryReport, residuals
-from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, limit_bytes
+from remat_jax.memory.compile.backends import backend_of, limit_bytes
+from remat_jax.memory.compile.options import DEFAULT_TIMEOUT
 from remat_jax.memory.diff import compare_policies
 from remat_jax.memory.hlo.collectives import executed
 from remat_jax.memory.hlo.text import COLLECTIVES
@@ -80,10 +81,11 @@ def measure(
         described = target_named(target)
         limit = limit_bytes(memory_limit, described)
         check_picture(plot)
-        if (plot is not None or show_live) and described.kind != "gpu":
+        if (plot is not None or show_live) and not backend_of(described).models_time:
             option = f"plot={str(plot)!r} with target=" if plot is not None else "--live with target "
             raise ArgumentError(
-                f"{option}{described.name!r}: memory at the peak is known only for GPU targets; give one, such as --target h200"
+                f"{option}{described.name!r}: memory at the peak is known only for GPUs and TPUs; give one, such as "
+                "--target h200"
             )
         job = load_on_mesh(workload, mesh, described)
         with progress() as show_step:

@@ -41,7 +41,8 @@ from remat_jax.memory.advice import (
     in_bfloat16,
     undonated_arguments,
 )
-from remat_jax.memory.compile.compiler import compile_programs, export_step
+from remat_jax.memory.compile.compiler import compile_programs
+from remat_jax.memory.compile.exporting import export_step
 from remat_jax.mesh import under
 from remat_jax.policy import as_block_policy, is_off
 from remat_jax.train import offload_optimizer

@@ -14,7 +14,9 @@ from remat_jax.diagnosis.findings import Finding
 from remat_jax.diagnosis.watch import Observed, contains_live_region, is_region
 from remat_jax.hardware import Target
 from remat_jax.memory import MemoryReport
-from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
+from remat_jax.memory.compile.compiler import compile_programs
+from remat_jax.memory.compile.exporting import export_step
+from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.hlo.copies import Overlap
 from remat_jax.memory.measure import measure, without_effect
 from remat_jax.report.tables import format_bytes, format_seconds

@@ -24,6 +24,7 @@ from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import Advice
+from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.devices import check_devices
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, check_timeout
 from remat_jax.memory.measure import measure
@@ -89,7 +90,7 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
       timeout: seconds that each compilation may take.
 
     Raises:
-      ArgumentError, PolicyError, TargetError: `workload`, `policy`, `target` or `timeout` is invalid, or the target is no GPU.
+      ArgumentError, PolicyError, TargetError: `workload`, `policy`, `target` or `timeout` is invalid, or the target is a CPU.
       CompileError, UnsupportedError: as in `measure`; only with a target.
 
     >>> import jax, jax.numpy as jnp, flax.linen as nn
@@ -106,8 +107,10 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
         raise ArgumentError(f"workload={workload!r}: expected a remat_jax.Workload")
     check_timeout(timeout)
     described = target if target is None or isinstance(target, Target) else target_named(target)
-    if described is not None and described.kind != "gpu":
-        raise ArgumentError(f"target={described.name!r} is not a GPU: compiling shows traps only for GPUs; leave target out")
+    if described is not None and not backend_of(described).models_time:
+        raise ArgumentError(
+            f"target={described.name!r} is not a GPU or TPU: compiling shows traps only for these; leave target out"
+        )
     if described is not None:
         check_devices(workload, described)
     target_name = None if described is None else described.name

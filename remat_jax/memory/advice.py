@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from remat_jax import compat
 from remat_jax.core.softmax_products import SoftmaxProduct, softmax_products
-from remat_jax.memory.compile.compiler import Sizes
+from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.hlo.live import RESULT, LiveBuffer, Timeline
 from remat_jax.memory.hlo.text import arrays_of
 from remat_jax.report.tables import format_bytes

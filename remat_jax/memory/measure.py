@@ -15,10 +15,13 @@ from remat_jax.apply.replan import replan, replanned_from
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import advise, traced_products
-from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
+from remat_jax.memory.compile.backends import backend_of, limit_bytes
+from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.devices import check_devices, host_shortage, measured_peak
-from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, check_timeout, limit_bytes
+from remat_jax.memory.compile.exporting import export_step
+from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, check_timeout
 from remat_jax.memory.compile.process import Children
+from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, kept_residuals, residuals
 from remat_jax.policy import Action, LayerPolicies, Policy, PolicyRule, as_block_policy, is_off
@@ -209,7 +212,7 @@ def _measured(
         # Trace the losses while the steps are compiled.
         tables = [_residuals(workload, policy) for policy in policies]
         without_policy = _residuals(workload, _checked("off")) if trace_off else None
-        products = traced_products(workload) if described.kind == "gpu" else ()
+        products = traced_products(workload) if backend_of(described).models_time else ()
         sizes = {policy: compiling.result()[key] for policy, key in keys.items()}
     reports = []
     for policy, baseline, table in zip(policies, baselines, tables, strict=True):
@@ -359,7 +362,7 @@ def _receipt(sizes: Sizes, baseline: Sizes | None, kept: ResidualTable | None, t
     if offered == 0:
         stays = "; inputs that several blocks read stay on the device" if kept and kept.shared else ""
         warnings.append(f"the policy offloads nothing that the backward pass reads{stays}")
-    if target.kind == "cpu":
+    if not backend_of(target).separate_host_memory:
         warnings.append("a CPU has one memory: offloaded arrays stay in temp, and host_bytes is 0; ask for a GPU target")
     else:
         on_host = sizes.host_temp * target.devices

@@ -15,6 +15,7 @@ from remat_jax.diagnosis.findings import Diagnosis
 from remat_jax.errors import CompileError, PlanningError, PolicyError, TargetError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory import MemoryReport, residuals
+from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.measure import measure_many, numbered
 from remat_jax.memory.residuals import ResidualTable
 from remat_jax.parity.report import ParityReport
@@ -156,7 +157,7 @@ def compare(gathered: Gathered, policies: Sequence[Any] | None, timeout: float, 
     for number, (entry, memory) in enumerate(reports):
         name = THE_PLAN if entry.plan else numbered(memory.policy, [policy.name for policy in gathered.policies])
         tell(f"looking for traps under {name}", number, len(reports))
-        diagnosis = doctor(workload, entry.policy, target if target.kind == "gpu" else None, timeout)
+        diagnosis = doctor(workload, entry.policy, target if backend_of(target).models_time else None, timeout)
         kept = residuals(workload, _with_names(entry.policy)) if workload.has_loss else None
         figures = _estimated(gathered.described, entry, memory)
         gathered.policies.append(Compared(name, memory, kept, *figures, diagnosis))
@@ -176,7 +177,7 @@ def _usual(gathered: Gathered, tell: Progress) -> list[str]:
     """The default policies that have an effect on this workload; `left_out` gets the reasons for the other policies."""
     workload, able = gathered.workload, []
     for name in USUAL:
-        if NAMED[name].offloads and gathered.target.kind == "cpu":
+        if NAMED[name].offloads and not backend_of(gathered.target).separate_host_memory:
             gathered.left_out[name] = "a CPU has one memory"
             continue
         tell(f"{workload.name}: tracing under {name}", 0, len(USUAL))

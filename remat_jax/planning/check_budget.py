@@ -14,7 +14,7 @@ from remat_jax.errors import InfeasibleBudget, PlanningError
 from remat_jax.hardware import Target
 from remat_jax.hardware.amounts import amount, device_amount
 from remat_jax.memory.advice import largest_advice
-from remat_jax.memory.compile.compiler import Sizes
+from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.planning.candidate import Tried
 from remat_jax.report.stacked_bars import merged_layers, without_common_root
 from remat_jax.report.tables import format_bytes

@@ -11,8 +11,10 @@ from typing import Any
 
 from remat_jax.errors import BlockError, CompileError, PolicyError, UnsupportedError
 from remat_jax.hardware import Target
+from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.compiler import compile_programs
-from remat_jax.memory.compile.exporting import ExportedProgram, export_step
+from remat_jax.memory.compile.exported import ExportedProgram
+from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.options import Kernels
 from remat_jax.memory.compile.process import Children
 from remat_jax.planning.candidate import FAILED, Compiled, StepCandidate, Tried
@@ -59,7 +61,7 @@ class Compiler:
     @property
     def _reserve(self) -> float:
         """The seconds kept for compiling the plan's step once more, without Triton (`planning.without_triton`)."""
-        return self._longest if self.target.kind == "gpu" else 0.0
+        return self._longest if backend_of(self.target).chooses_kernels_on_device else 0.0
 
     @property
     def _left(self) -> float:

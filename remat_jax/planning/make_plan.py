@@ -15,7 +15,7 @@ from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import SHOWN, Advice, advise, largest, traced_products
 from remat_jax.memory.compile.devices import check_devices, host_shortage
-from remat_jax.memory.compile.exporting import ExportedProgram
+from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, GRAPHS, Kernels, check_timeout
 from remat_jax.planning.beyond import Predicted, estimated, with_changes
 from remat_jax.planning.candidate import StepCandidate, Tried

@@ -16,6 +16,7 @@ from remat_jax.errors import PlanningError
 from remat_jax.hardware.rates import Rates
 from remat_jax.hardware.target import Target
 from remat_jax.hardware.target import target as target_named
+from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT
 from remat_jax.memory.residuals import residuals
 from remat_jax.planning.blocks import Call, calls
@@ -212,7 +213,7 @@ def _fixed_bytes(workload: Workload, step: TrainingStep, kinds: Sequence[Kind], 
     rows = [row for row in residuals(workload, "everything" if named else "off") if row.action == Action.SAVE.value]
     kept = sum(row.bytes * (shares.of(row.name) if shares else 1.0) for row in rows)
     # A CPU has one memory: arrays in host memory count as device memory.
-    taken = compat.tree_bytes if target.kind == "cpu" else device_bytes
+    taken = device_bytes if backend_of(target).separate_host_memory else compat.tree_bytes
     # The first argument is the trained parameters. It counts twice, because the gradients have the same size; the sums of
     # gradients over micro-batches are a tree of their own.
     trained = [step.local_arguments[0]] * (1 if workload.micro_batches == 1 else 2)

@@ -7,11 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import jax
-
 from remat_jax import compat
 from remat_jax.errors import PolicyError, UnsupportedError
 from remat_jax.hardware import Target
+from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT
 from remat_jax.planning.candidate import StepCandidate
 from remat_jax.planning.check_budget import argument_bytes
@@ -73,7 +72,7 @@ def problem(
     if no_offload := _no_link(described, target, host_budget):
         described = replace(described, stack=replace(described.stack, link=None))
     else:
-        described, no_offload = _without_refused_offload(described, findings)
+        described, no_offload = _without_refused_offload(described, target, findings)
     named, remarks = _named(workload, described, no_offload)
     known = _known(workload, described, named, budget, target, host_budget)
     return Problem(workload, described, known, remarks, findings)
@@ -81,27 +80,24 @@ def problem(
 
 def _no_link(described: Described, target: Target, host_budget: int | None) -> str:
     """Why nothing may be offloaded, or "" if something may."""
-    if target.kind == "cpu":
+    if not backend_of(target).separate_host_memory:
         return "a CPU has one memory"
     if host_budget == 0:
         return "no host memory is allowed"
     return "" if described.stack.link is not None else f"the target {target.name} has no link to host memory"
 
 
-def _without_refused_offload(described: Described, findings: list[PlanFinding]) -> tuple[Described, str]:
-    """`described` without offload in scans that XLA cannot compile or miscompiles; why named policies may not offload."""
-    stack, no_offload, remedy = described.stack, "XLA cannot compile offload in a scan inside another scan", ""
-    refused = [kind.program.call.nested for kind in described.kinds]
-    if compat.miscompiles_scanned_offload():
-        refused = [kind.scanned for kind in described.kinds]
-        no_offload = f"JAX {jax.__version__} miscompiles offload inside scan"
-        remedy = f" (openxla/xla#46231), so scanned layers offload nothing here; use {compat.SCANNED_OFFLOAD_REMEDY}"
-    if not any(refused):
+def _without_refused_offload(described: Described, target: Target, findings: list[PlanFinding]) -> tuple[Described, str]:
+    """`described` without the offload that the compiler refuses or miscompiles; why named policies may not offload."""
+    stack, backend = described.stack, backend_of(target)
+    refused = [backend.refused_offload(scanned=kind.scanned, nested=kind.program.call.nested) for kind in described.kinds]
+    refusal = next(filter(None, refused), None)
+    if refusal is None:
         return described, ""
-    findings.append(warning("no_offload", f"{no_offload} for GPUs{remedy or ' (maxtext#4990)'}"))
+    findings.append(warning("no_offload", refusal.sentence))
     blocks = tuple(block.without_offload() if no else block for block, no in zip(stack.blocks, refused, strict=True))
     link = None if all(refused) else stack.link
-    return replace(described, stack=replace(stack, blocks=blocks, link=link)), no_offload
+    return replace(described, stack=replace(stack, blocks=blocks, link=link)), refusal.reason
 
 
 def _named(workload: Workload, described: Described, no_offload: str) -> tuple[list[StepCandidate], tuple[Point, ...]]:
@@ -144,7 +140,7 @@ def _known(
         (lambda candidate, cuts: candidate) if nested else functools.partial(recut, described),
         scanned=any(kind.scanned for kind in kinds),
         devices=target.devices,
-        has_times=target.kind != "cpu",
+        has_times=backend_of(target).models_time,
         as_written=written,
         kinds=kinds,
         parameter_bytes=compat.tree_bytes(workload.params),

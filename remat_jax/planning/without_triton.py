@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from remat_jax.errors import CompileError, InfeasibleBudget
 from remat_jax.hardware import Target
+from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.compiler import compile_programs
-from remat_jax.memory.compile.exporting import ExportedProgram
+from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.memory.compile.options import OPTION, WITHOUT_TRITON, Kernels
 from remat_jax.planning.candidate import Tried
 from remat_jax.planning.check_budget import check_arguments_fit
@@ -72,7 +73,7 @@ def fitting_without_triton(
         return replace(made, findings=(*made.findings, *others, finding))
 
     first, step, tried = plan_for(budget, timeout, [])
-    if target.kind != "gpu":
+    if not backend_of(target).chooses_kernels_on_device:
         return first
     try:
         needed = bytes_without_triton(first, step, budget)

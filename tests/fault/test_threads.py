@@ -19,7 +19,9 @@ from remat_jax.apply import switch
 from remat_jax.cost.count import matmuls
 from remat_jax.hardware import target
 from remat_jax.memory.compile import cache, compiler
-from remat_jax.memory.compile.compiler import Sizes, compile_programs, export_step
+from remat_jax.memory.compile.compiler import compile_programs
+from remat_jax.memory.compile.exporting import export_step
+from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.workload import TrainingStep
 from tests.small_models import Mlp, make_loss, to_host
 

@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 
 from remat_jax import compat
 from remat_jax.hardware import Target
-from remat_jax.memory.compile.exporting import ExportedProgram
+from remat_jax.memory.compile.backends import backend_of
+from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.memory.compile.process import ENVIRONMENT
 from remat_jax.reading import from_plain, read_limited
 from remat_jax.warning import warn
@@ -36,7 +37,7 @@ MOST_BYTES = 256 * 2**20
 
 _OFF = ("off", "0", "no", "false", "none", "disable", "disabled")
 _REMEDY = f"Name another folder in {VARIABLE}, or 'off'"
-_PACKAGES = ("jax", "nvidia")
+_PACKAGES = ("jax", "nvidia", "libtpu")
 _memory: dict[str, Any] = {}
 Kept = TypeVar("Kept")
 
@@ -96,7 +97,7 @@ def forget() -> None:
 
 def _folder(target: Target) -> Path | None:
     asked = os.environ.get(VARIABLE, "").strip()
-    if target.kind != "gpu" or asked.lower() in _OFF:
+    if not backend_of(target).same_everywhere or asked.lower() in _OFF:
         return None
     try:
         folder = Path(asked or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "remat_jax")).expanduser()
@@ -145,7 +146,7 @@ def _is_private(group: int) -> bool:
 
 @functools.cache
 def _packages() -> dict[str, str]:
-    """The versions of JAX, of its plugins and of NVIDIA's libraries."""
+    """The versions of JAX, of its plugins and of the libraries of NVIDIA and of TPUs."""
     versions = {str(package.metadata["Name"]): package.version for package in importlib.metadata.distributions()}
     return {name: version for name, version in sorted(versions.items()) if name.lower().startswith(_PACKAGES)}
 

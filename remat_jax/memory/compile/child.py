@@ -71,13 +71,10 @@ def compile_requested(request: dict[str, Any]) -> None:
 
 
 def devices(request: dict[str, Any]) -> list[Any]:
-    """The devices to compile for: the described GPUs, or the CPU devices of this process."""
-    if request["compiler_description"] is None:
+    """The devices to compile for: the described devices, or the CPU devices of this process."""
+    if request["topology"] is None:
         return list(jax.devices("cpu"))
-    hosts = request["hosts"]
-    topology = f"1x{hosts}x{request['devices'] // hosts}"
-    described = topologies.get_topology_desc(platform="cuda", target_config=request["compiler_description"], topology=topology)
-    return list(described.devices)
+    return list(topologies.get_topology_desc(**request["topology"]).devices)
 
 
 class PinnedHost(jax.sharding.SingleDeviceSharding):
@@ -131,9 +128,10 @@ def compiled(program: dict[str, Any], described: list[Any]) -> dict[str, Any]:
     analysis = executable.memory_analysis()
     # XLA's own peak is left out on purpose: for a GPU target it counts host buffers as device memory.
     sizes = {name: int(getattr(analysis, f"{name}_size_in_bytes")) for name in SIZES}
-    if "text" in program and any(sizes[name] for name in SIZES if name.startswith("host")):
-        # Write the final text: XLA's dump lacks the copies to and from the host that XLA adds in loops at the end.
-        with open(program["text"], "w", encoding="utf-8") as file:
+    on_host = any(sizes[name] for name in SIZES if name.startswith("host"))
+    # XLA:GPU's dump lacks the copies to and from the host that XLA adds in loops at the end.
+    if path := program.get("text") or (on_host and program.get("host_text")):
+        with open(path, "w", encoding="utf-8") as file:
             file.write(executable.as_text())
     results = zip(exported.out_avals, executable.output_shardings, strict=True) if program["mesh"] else ()
     shapes = [sharding.shard_shape(aval.shape) for aval, sharding in results]

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh
 from remat_jax import compat
 from remat_jax.errors import ArgumentError, CompileError, TargetError, UnsupportedError
 from remat_jax.hardware import Target
-from remat_jax.memory.compile.exporting import ExportedProgram
+from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.memory.compile.process import Question, ask, scratch
 from remat_jax.mesh import shown
 from remat_jax.report.tables import format_bytes
@@ -96,8 +96,8 @@ def device_kind() -> str:
 def measured_peak(program: ExportedProgram, timeout: float, compiler_options: Mapping[str, Any] | None = None) -> int:
     """The allocator's peak in bytes while `program` runs once on the device, on random numbers, in a child process.
 
-    Only the step's allocations count, because nothing is preallocated. XLA gets the flags of `compiler_environment`, so that it
-    chooses kernels as in a compilation without a GPU.
+    Only the step's allocations count, because nothing is preallocated. XLA gets the flags of `GpuBackend.environment`, so that
+    it chooses kernels as in a compilation without a GPU.
     """
     with scratch() as folder:
         path = folder / "program.jaxexport"

@@ -7,7 +7,6 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ import jax
 from jax import export
 
 from remat_jax import compat
-from remat_jax.core.nested_offload import refuse_nested_offload
 from remat_jax.cost.kernels import named_kernels
 from remat_jax.errors import UnsupportedError
 from remat_jax.hardware import Target
+from remat_jax.memory.compile.backends import backend_of
+from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.mesh import check_context
 from remat_jax.train.parameters import device_bytes
 from remat_jax.workload import TrainingStep
@@ -26,28 +26,6 @@ from remat_jax.workload import TrainingStep
 # JAX understands "ALL" from 0.11 on. An older version's error names the refused custom calls, which are then allowed.
 _CUSTOM_CALLS = ("annotate_device_placement", "ALL")
 _REFUSED = re.compile(r'custom_call @"?([^\s("]+)"?\(')
-
-
-@dataclass(frozen=True)
-class ExportedProgram:
-    """A training step, exported for a platform; the caller chooses `key`.
-
-    Attributes:
-      blob: the serialised program. Its arguments are the step's arrays, flattened.
-      donated: the positions of the arguments whose buffers the program may reuse.
-      arguments: the name of each argument.
-      mesh: the axes of the program's mesh with their sizes; empty for a single device.
-      kernels: pairs (name of a Pallas kernel, floating-point operations of one call), in the order of the names.
-      held_bytes: the bytes on one device of the arguments, and of the results that reuse no argument's buffer.
-    """
-
-    key: str
-    blob: bytes
-    donated: tuple[int, ...]
-    arguments: tuple[str, ...]
-    mesh: tuple[tuple[str, int], ...] = ()
-    held_bytes: int = 0
-    kernels: tuple[tuple[str, float], ...] = ()
 
 
 def export_step(key: str, step: TrainingStep, target: Target) -> ExportedProgram:
@@ -110,7 +88,7 @@ def _exported(
 
     Custom calls without a stable serialised form are allowed, because the same version of JAX compiles the program.
     """
-    platform = "cuda" if target.kind == "gpu" else "cpu"
+    backend = backend_of(target)
     described: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     allowed: tuple[str, ...] = _CUSTOM_CALLS
     places = {"in_shardings": tuple(shardings)} if shardings else {}
@@ -119,11 +97,10 @@ def _exported(
         checks = [export.DisabledSafetyCheck.custom_call(name) for name in allowed]
         try:
             with described():
-                exported = export.export(jitted, platforms=[platform], disabled_checks=checks)(*leaves)
+                exported = export.export(jitted, platforms=[backend.platform], disabled_checks=checks)(*leaves)
             # Exporting has cached this trace.
             jaxpr = jitted.trace(*leaves).jaxpr
-            if platform == "cuda":
-                refuse_nested_offload(jaxpr)
+            backend.check_program(jaxpr)
             return exported, tuple(sorted(named_kernels(jaxpr).items()))
         except ValueError as error:
             if "mesh passed to shard_map" in str(error) and described is not contextlib.nullcontext:

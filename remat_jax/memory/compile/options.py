@@ -35,7 +35,6 @@ from typing import Any
 from remat_jax import compat
 from remat_jax.errors import ArgumentError, CompileError
 from remat_jax.hardware import Target
-from remat_jax.hardware.amounts import device_amount
 from remat_jax.memory.compile.process import scratch
 
 DEFAULT_TIMEOUT = 300.0
@@ -104,18 +103,6 @@ def toolkit_options(folder: Path) -> dict[str, str]:
     library.parent.mkdir(parents=True, exist_ok=True)
     library.write_text(_LIBDEVICE, encoding="utf-8")
     return {TOOLKIT: str(folder)}
-
-
-def limit_bytes(memory_limit: Any, target: Target) -> int | None:
-    """`memory_limit`, written like a budget, in bytes; None for no limit. Raises ArgumentError if it is invalid."""
-    if memory_limit is None:
-        return None
-    if target.kind != "gpu" or target.memory_bytes is None:
-        raise ArgumentError(
-            f"memory_limit={memory_limit!r} with target={target.name!r}: XLA takes a memory limit only for GPUs whose memory "
-            "is known; give such a GPU, for example 'h200', or leave memory_limit out"
-        )
-    return device_amount(memory_limit, target, "memory_limit", ArgumentError)
 
 
 def limit_options(limit: int | None, target: Target, held_bytes: int) -> dict[str, int]:

@@ -26,7 +26,6 @@ from typing import Any, TextIO
 
 from remat_jax import compat
 from remat_jax.errors import CompileError
-from remat_jax.hardware import Target
 
 try:
     import fcntl
@@ -328,18 +327,6 @@ def _remedy(output: str, status: int) -> str:
     if status in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT):
         return ". Either the compiler reached a memory limit (ulimit -v), or it has a bug"
     return ""
-
-
-def compiler_environment(target: Target) -> dict[str, str]:
-    """The environment of a process that compiles for `target` without touching a GPU."""
-    # The exported program has its own dtypes, which JAX would narrow without x64.
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "JAX_ENABLE_X64": "1"}
-    if target.kind == "gpu":
-        environment |= compat.GPU_COMPILER_ENVIRONMENT
-        environment["XLA_FLAGS"] = compat.xla_flags(compat.GPU_COMPILER_FLAGS)
-    elif target.devices > 1:
-        environment["XLA_FLAGS"] = compat.xla_flags(f"--xla_force_host_platform_device_count={target.devices}")
-    return environment
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
