@@ -19,6 +19,8 @@ from remat_jax.hardware.entries import FACTS, LINKS
 from remat_jax.hardware.target import read_table
 
 NAMES = ", ".join(targets())
+TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+
 ENTRY = """
 [toy]
 kind = "gpu"
@@ -100,7 +102,7 @@ def test_the_cpu_needs_no_description_and_claims_no_figures() -> None:
 
 
 def test_names_are_found_in_any_case() -> None:
-    assert targets() == ("cpu", "h200", "h100", "h100-pcie", "a100", "a100-40", "l40s", "l4", "rtx4090", "b200", "gb200")
+    assert targets() == ("cpu", "h200", "h100", "h100-pcie", "a100", "a100-40", "l40s", "l4", "rtx4090", "b200", "gb200", *TPUS)
     assert target("H200") is target(" h200") is target("h200-sxm") is target("h200")
 
 
@@ -223,7 +225,7 @@ def test_device_kinds_are_a_list() -> None:
     ("name", "message"),
     [
         ("h20", f"target='h20' is not a known target; the names are {NAMES}. Did you mean 'h200'?"),
-        ("tpu", f"target='tpu' is not a known target; the names are {NAMES}. Did you mean 'cpu'?"),
+        ("tpu", f"target='tpu' is not a known target; the names are {NAMES}. Did you mean 'tpu7x'?"),
         ("", f"target='' is not a known target; the names are {NAMES}."),
         ("0xh100", "target='0xh100' is not a known target"),
         ("8xtpu", "target='tpu' is not a known target"),
@@ -259,7 +261,8 @@ def test_a_target_is_added_by_data_alone() -> None:
         ('description = "a toy"', "", "missing keys ['description']"),
         ('memory_bytes = "made up"', "", "without a source: ['memory_bytes']"),
         ("memory_bytes = 8", "", "a source without a figure: ['memory_bytes']"),
-        ('kind = "gpu"', 'kind = "tpu"', 'kind=\'tpu\'; write "cpu" or "gpu"'),
+        ('kind = "gpu"', 'kind = "npu"', 'kind=\'npu\'; write "cpu", "gpu" or "tpu"'),
+        ('kind = "gpu"', 'kind = "tpu"', "a TPU needs the table [toy.compiler]"),
         ("[toy]", "[TOY]\n[toy]", "names are in lower case"),
         ("[toy]", "x = 3\n[toy]", "target table [x]: 3 is not a table; write its keys below a line [x]"),
         ("memory_bytes = 8", "memory_bytes = 8\npeak_flops = 7", "target table [toy.peak_flops]: 7 is not a table"),

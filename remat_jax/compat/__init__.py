@@ -106,6 +106,7 @@ from remat_jax.compat.versions import warn_of_lost_threads as warn_of_lost_threa
 from remat_jax.compat.xla import CUDNN_REMEDY as CUDNN_REMEDY
 from remat_jax.compat.xla import GPU_COMPILER_ENVIRONMENT as GPU_COMPILER_ENVIRONMENT
 from remat_jax.compat.xla import GPU_COMPILER_FLAGS as GPU_COMPILER_FLAGS
+from remat_jax.compat.xla import TPU_COMPILER_ENVIRONMENT as TPU_COMPILER_ENVIRONMENT
 from remat_jax.compat.xla import accepts_option as accepts_option
 from remat_jax.compat.xla import attention_kernel as attention_kernel
 from remat_jax.compat.xla import cudnn_explained as cudnn_explained
@@ -115,6 +116,7 @@ from remat_jax.compat.xla import keep_to_cpu_without_gpu as keep_to_cpu_without_
 from remat_jax.compat.xla import lowering_for as lowering_for
 from remat_jax.compat.xla import quick_compile_options as quick_compile_options
 from remat_jax.compat.xla import require_gpu_compiler as require_gpu_compiler
+from remat_jax.compat.xla import require_tpu_compiler as require_tpu_compiler
 from remat_jax.compat.xla import wants_cudnn as wants_cudnn
 from remat_jax.compat.xla import with_lowered_device as with_lowered_device
 from remat_jax.compat.xla import without_source_lines as without_source_lines

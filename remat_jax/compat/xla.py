@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -116,6 +118,43 @@ def require_gpu_compiler() -> None:
             "XLA's GPU compiler is not installed: pip install 'remat-jax[gpu-compile]' (jax-cuda13-plugin; neither a GPU "
             "nor a CUDA toolkit is needed), or use target='cpu'"
         )
+
+
+# --- the TPU compiler ---------------------------------------------------------------------------------------------------
+
+TPU_COMPILER_ENVIRONMENT: dict[str, str] = {
+    "TPU_SKIP_MDS_QUERY": "1",  # ask no metadata server of Google Cloud
+    "TPU_ACCELERATOR_TYPE": "v5p-8",  # any: libtpu warns if it is unset
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # libtpu would lock /tmp/libtpu_lockfile, and a second process would be refused
+    "TPU_LOG_DIR": "disabled",  # libtpu would write its log to /tmp/tpu_logs
+}
+"""With these variables libtpu compiles for described TPUs without looking for any, and prints nothing."""
+
+
+def require_tpu_compiler() -> None:
+    """Raise UnsupportedError unless libtpu, which contains XLA's TPU compiler, is installed in the version of this JAX."""
+    if not sys.platform.startswith("linux"):
+        raise UnsupportedError(
+            f"sys.platform={sys.platform!r}: XLA's TPU compiler is published for Linux only; use target='cpu' here"
+        )
+    remedy = "pip install 'remat-jax[tpu-compile]' (libtpu; no TPU is needed), or use target='cpu'"
+    if importlib.util.find_spec("libtpu") is None:
+        raise UnsupportedError(f"XLA's TPU compiler is not installed: {remedy}")
+    wanted, version = _libtpu_of_jax(), importlib.metadata.version("libtpu")
+    if wanted is not None and not fnmatch.fnmatchcase(version, wanted):
+        raise UnsupportedError(
+            f"libtpu {version} does not belong to JAX {jax.__version__}, which needs libtpu=={wanted}: {remedy}"
+        )
+
+
+@functools.cache
+def _libtpu_of_jax() -> str | None:
+    """The version of libtpu that the extra `jax[tpu]` of the installed JAX asks for, such as "0.0.42.*"; None if unknown."""
+    for requirement in importlib.metadata.requires("jax") or ():
+        if (match := re.match(r"libtpu==([\d.*]+)", requirement)) is not None:
+            return match[1]
+    return None
 
 
 # The second path is the device on WSL 2.

@@ -50,8 +50,8 @@ def checked_entry(name: str, given: object) -> dict[str, Any]:
         )
     for key in ("source", "peak_flops", "compiler"):
         _as_table(f"{name}.{key}", entry.get(key, {}))
-    if entry["kind"] not in ("cpu", "gpu"):
-        raise TargetError(f'target table [{name}]: kind={entry["kind"]!r:.200}; write "cpu" or "gpu".')
+    if entry["kind"] not in ("cpu", "gpu", "tpu"):
+        raise TargetError(f'target table [{name}]: kind={entry["kind"]!r:.200}; write "cpu", "gpu" or "tpu".')
     texts = {"description": entry["description"], **{f"source.{key}": text for key, text in entry["source"].items()}}
     # These texts become part of a text that XLA parses, so they cannot contain quotation marks.
     wrong = [

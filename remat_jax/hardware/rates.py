@@ -68,17 +68,19 @@ class Links:
             if rate is not None and not rate > 0:
                 raise TargetError(f"Links: {name}={rate!r}; expected a positive number of bytes per second")
 
-    def seconds(self, kind: str, size: float, devices: int, *, hosts: int = 1) -> float | None:
+    def seconds(self, kind: str, size: float, devices: int, *, hosts: int = 1, axes: float = 1.0) -> float | None:
         """The seconds of one collective among `devices` on `hosts`; None if the network rate is needed but unknown.
 
         `size` is the bytes on one device of the operand or of the result, whichever are more. The slowest link sets the rate.
-        The network between hosts has the combined rate of a host's participating devices. The latency is that of log₂ (devices
-        of a host) messages inside the host, one after another, and then log₂ (hosts) messages between hosts.
+        `axes` multiplies the rate inside a host: on a slice of TPUs the rate is that of one axis (`slices.axes_between`), and
+        `hosts` is the number of slices. The network between hosts has the combined rate of a host's participating devices. The
+        latency is that of log₂ (devices of a host) messages inside the host, one after another, and then log₂ (hosts) messages
+        between hosts.
         """
         if devices < 2:
             return 0.0
         inside = max(1, devices // hosts)
-        rate, latency = self.device_bytes_per_s, math.ceil(math.log2(inside)) * self.device_seconds
+        rate, latency = axes * self.device_bytes_per_s, math.ceil(math.log2(inside)) * self.device_seconds
         if hosts > 1:
             if self.network_bytes_per_s is None:
                 return None
@@ -101,6 +103,7 @@ class Rates:
         hidden_share: the share of compute that a copy can overlap, from 0 to 1.
         launch_seconds: the latency of a kernel launch.
         copy_seconds: the latency of a copy to or from the host.
+        clock_hz: the clock rate at which the compiler's own estimates of cycles count; None if the compiler writes none.
         cores: the number of multiprocessors that share a matmul's tiles; None if every matmul reaches the full rate.
         products: measured operations per second, by dtype and by the side of a square matmul. Rates between the measured sizes
             are interpolated; `cores` is not used for the measured dtypes.
@@ -123,6 +126,7 @@ class Rates:
     hidden_share: float = 1.0
     launch_seconds: float = 0.0
     copy_seconds: float = 0.0
+    clock_hz: float | None = None
     cores: int | None = None
     products: Mapping[str, Mapping[int, float]] = field(default_factory=dict, hash=False)
     links: Links | None = None
@@ -173,7 +177,7 @@ class Rates:
 
     def slower(self, times: int) -> Rates:
         """The rates at which every operation and copy takes `times` as long."""
-        per_s = {name: getattr(self, name) for name in ("hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s")}
+        per_s = {name: getattr(self, name) for name in ("hbm_bytes_per_s", "out_bytes_per_s", "in_bytes_per_s", "clock_hz")}
         return replace(
             self,
             flops={dtype: rate / times for dtype, rate in self.flops.items()},
@@ -275,8 +279,9 @@ def _figures(target: Target) -> dict[str, Any]:
         "in_bytes_per_s": of_nominal("in_bytes_per_s", link, LINK_SHARE),
         "hidden_share": of_nominal("hidden_share", 1.0, HIDDEN_SHARE),
         "flops": _flops(target, source),
-        "launch_seconds": reached("launch_seconds", LAUNCH_SECONDS if target.kind == "gpu" else None) or 0.0,
+        "launch_seconds": reached("launch_seconds", LAUNCH_SECONDS if target.launches_kernels else None) or 0.0,
         "copy_seconds": reached("copy_seconds", COPY_SECONDS if link is not None else None) or 0.0,
+        "clock_hz": target.clock_hz,
         "cores": target.core_count,
         "products": {
             dtype: {int(size): float(rate) for size, rate in curve.items()}

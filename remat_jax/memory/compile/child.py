@@ -77,6 +77,11 @@ def devices(request: dict[str, Any]) -> list[Any]:
     return list(topologies.get_topology_desc(**request["topology"]).devices)
 
 
+def first_sentences(message: str) -> str:
+    """The first line of an error message, without the name of the status and the program's identifiers."""
+    return message.partition("\n")[0].partition(": ")[2].partition(" HLO module:")[0].strip().rstrip(".")
+
+
 class PinnedHost(jax.sharding.SingleDeviceSharding):
     """A sharding in the host memory of a described device. JAX's `SingleDeviceSharding` silently drops this memory kind."""
 
@@ -121,6 +126,9 @@ def compiled(program: dict[str, Any], described: list[Any]) -> dict[str, Any]:
     try:
         executable = lowered.compile(compiler_options=options or None)
     except jax.errors.JaxRuntimeError as error:
+        if (reason := program.get("refusal")) and reason in str(error):
+            # The compiler has written the buffers of a step that does not fit the device.
+            return {"refusal": first_sentences(str(error)), "results": (), "untiled": False}
         untiled = any(reason in str(error) for reason in NO_TILES)
         if not untiled:
             raise

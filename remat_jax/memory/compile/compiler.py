@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from remat_jax.errors import CompileError
 from remat_jax.hardware import Target
 from remat_jax.memory.compile import cache
 from remat_jax.memory.compile.backends import backend_of
@@ -81,6 +82,10 @@ def result_shapes(program: ExportedProgram, target: Target, *, timeout: float) -
         with scratch() as folder:
             entry = _entry(folder / "0", program, target, {})
             answer = _answers([entry], target, timeout, folder, lambda key: None, Kernels(folder))[program.key]
+        if "refusal" in answer:
+            raise CompileError(
+                f"compiling for target={target.name!r}: the compiler refused {program.key!r}: {answer['refusal']}"
+            )
         shapes = tuple(map(tuple, answer["results"]))
         cache.write(digest, target, shapes)
     return shapes

@@ -40,6 +40,8 @@ from remat_jax.memory.compile.process import scratch
 DEFAULT_TIMEOUT = 300.0
 """Seconds for the compilations of one call."""
 
+TPU_LIMIT = "xla_tpu_max_hbm_size_mib"
+"""The option of XLA:TPU for the size of device memory that a step may have, in MiB."""
 OPTION = "xla_gpu_memory_limit_slop_factor"
 LARGEST_FACTOR = 95
 """XLA's default factor. A larger factor has no effect, so it is not set."""

@@ -32,7 +32,7 @@ try:
 except ImportError:  # on Windows, leftover folders are not removed
     fcntl = None  # type: ignore[assignment]
 
-ENVIRONMENT = ("JAX_", "XLA_", "TF_", "CUDA_", "NVIDIA_")
+ENVIRONMENT = ("JAX_", "XLA_", "TF_", "CUDA_", "NVIDIA_", "LIBTPU_", "TPU_")
 """The prefixes of environment variables that affect the compiled result."""
 
 IDLE_SECONDS, MOST_IDLE = 30.0, 4

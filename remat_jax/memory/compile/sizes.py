@@ -32,6 +32,8 @@ class Sizes:
       collectives: the collectives on a mesh; None for one device, or if the compiled text is unknown.
       untiled: whether a matmul fits no Triton tile, so that all matmuls were compiled without Triton.
       limit_options: the memory limit of the compilation, as options for `jax.jit`; empty for XLA's own limit.
+      refusal: the compiler's message if it refused the step because it does not fit the device; the sizes are then those with
+        which the compiler gave up.
       starts_slice_copies: whether a loop starts copies of slices to or from the host that XLA would record in CUDA graphs;
         False if XLA_FLAGS has the option `GRAPHS`.
     """
@@ -53,6 +55,7 @@ class Sizes:
     starts_slice_copies: bool = False
     timeline: Timeline | None = None
     no_time: str = ""
+    refusal: str = ""
 
     @property
     def seconds(self) -> float | None:
@@ -79,7 +82,9 @@ class Sizes:
 
     @property
     def warning(self) -> str | None:
-        """For an `untiled` step, a warning about the differences from a compilation on an attached GPU; else None."""
+        """For an `untiled` step, the differences from a compilation on an attached GPU; for a refused step, why; else None."""
+        if self.refusal:
+            return f"the compiler refuses this step, because it does not fit: {self.refusal}"
         return _UNTILED if self.untiled else None
 
     @property

@@ -13,8 +13,12 @@ import numpy as np
 from remat_jax.core.module_paths import module_path
 from remat_jax.hardware import Target
 from remat_jax.hardware.rates import Links
+from remat_jax.hardware.slices import axes_between
+from remat_jax.memory.hlo.scalars import trip_count
 from remat_jax.memory.hlo.text import COLLECTIVES, Computation, HloModule, Instruction, parse
 
+_GROUPS_OF_MESH = re.compile(r"replica_groups=mesh\[(?P<mesh>[^\]]*)\] \{(?P<axes>[^}]*)\}")
+_AXIS, _AXIS_NAME = re.compile(r"'([^']+)'=(\d+)"), re.compile(r"'([^']+)'")
 _WITH_OPERANDS = ("all-gather-start", "collective-permute-start")
 """Collectives whose result is a tuple that also contains the operands."""
 
@@ -75,7 +79,9 @@ def _within(computation: Computation, times: int, phase: str) -> Iterator[tuple[
         inner_phase = phase if named_phase == "other" else named_phase
         if instruction.kind in COLLECTIVES:
             yield (instruction.kind, inner_phase), times * len(_sent(instruction)), times * _bytes(instruction)
-        rounds = times * (instruction.trip_count(unknown=1) if instruction.opcode == "while" else 1)
+        if instruction.collective_part[0] in ("step", "done"):
+            continue  # the fusion that starts the collective contains it too
+        rounds = times * (trip_count(instruction, unknown=1) if instruction.opcode == "while" else 1)
         for body in instruction.bodies:
             yield from _within(body, rounds, inner_phase)
 
@@ -99,8 +105,11 @@ def exchange_seconds(collective: Instruction, target: Target, links: Links | Non
     group = largest_group(collective.rest, target.devices)
     if len(group) < 2 or links is None:
         return 0.0 if len(group) < 2 else None
-    hosts = len({device // (target.devices // target.hosts) for device in group})
-    return links.seconds(collective.kind, _bytes(collective), len(group), hosts=hosts)
+    each = target.devices // target.linked_groups
+    groups = len({device // each for device in group})
+    inside = [device % each for device in group]
+    axes = axes_between(inside, target.topology, target.chip["devices_per_chip"]) if target.kind == "tpu" else 1.0
+    return links.seconds(collective.kind, _bytes(collective), len(group), hosts=groups, axes=axes)
 
 
 def largest_group(attributes: str, devices: int) -> list[int]:
@@ -111,7 +120,14 @@ def largest_group(attributes: str, devices: int) -> list[int]:
 
     >>> largest_group("replica_groups=[2,4]<=[4,2]T(1,0)", 8), largest_group("replica_groups={}", 2)
     ([0, 2, 4, 6], [0, 1])
+    >>> largest_group("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}", 8)
+    [0, 4]
     """
+    if (of_mesh := _GROUPS_OF_MESH.search(attributes)) is not None:
+        sizes = {name: int(size) for name, size in _AXIS.findall(of_mesh["mesh"])}
+        numbers = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        grouped = _AXIS_NAME.findall(of_mesh["axes"])
+        return list(map(int, numbers[tuple(slice(None) if name in grouped else 0 for name in sizes)].reshape(-1)))
     tiled = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if tiled is not None:
         shape, dims = _integers(tiled[1]), _integers(tiled[2])

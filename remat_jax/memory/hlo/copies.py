@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from remat_jax.memory.hlo.text import FREE, Computation, HloModule, Instruction, arrays_of, elements
+from remat_jax.memory.hlo.text import FREE, Computation, HloArray, HloModule, Instruction, arrays_of, elements
 
 Direction = Literal["out", "back"]
+_STARTED_SLICES = ("slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
+"""Opcodes of XLA:TPU; XLA:GPU starts a slice's copy as an `async-start` of a computation."""
 _NO_COPIES = FREE | {"while", "call", "conditional", "custom-call"}
 
 
@@ -95,9 +97,8 @@ def host_copy(instruction: Instruction) -> tuple[Direction, int] | None:
     """The direction and bytes of the host copy that an instruction starts or performs; None for other instructions."""
     if instruction.opcode in _NO_COPIES or instruction.opcode.endswith("-done"):
         return None
-    if instruction.opcode == "copy-start":
-        result, operand = (arrays_of(part)[0] for part in elements(instruction.shape)[:2])
-        return _moved(operand.on_host, result.on_host, result.bytes)
+    if (moved := started_copy(instruction)) is not None:
+        return _moved(moved.source.on_host, moved.result.on_host, moved.part.bytes)
     for inner in instruction.called or (instruction,):
         source, update = inner.input(0), inner.input(1)
         if source is None or not source.arrays or len(inner.arrays) != 1:
@@ -109,6 +110,37 @@ def host_copy(instruction: Instruction) -> tuple[Direction, int] | None:
         elif inner.opcode in ("copy", "dynamic-slice", "slice") and from_host != result.on_host:
             return _moved(from_host, result.on_host, result.bytes)
     return None
+
+
+class MovedArray(NamedTuple):
+    """The arrays of an asynchronous copy: what it reads, what it writes, and the one of them that has the bytes it moves."""
+
+    source: HloArray
+    result: HloArray
+    part: HloArray
+
+
+def started_copy(instruction: Instruction) -> MovedArray | None:
+    """The arrays of the copy that `copy-start`, `slice-start` and the like start; None for other instructions.
+
+    >>> from remat_jax.memory.hlo.text import parse
+    >>> module = parse('''ENTRY %main (x: f32[8,4]) -> f32[1,4] {
+    ...   %x = f32[8,4]{1,0:S(5)} parameter(0)
+    ...   %start = ((f32[8,4]{1,0:S(5)}), f32[1,4]{1,0}, u32[]) slice-start(%x), slice={[0:1], [0:4]}
+    ...   ROOT %done = f32[1,4] slice-done(%start)
+    ... }''')
+    >>> started_copy(module.entry.instructions["start"]).part.bytes
+    16
+    """
+    if instruction.opcode != "copy-start" and instruction.opcode not in _STARTED_SLICES:
+        return None
+    # The shape of a `copy-start` is (result, source, …), that of a slice (operands, result, …).
+    first, second = (arrays_of(part) for part in elements(instruction.shape)[:2])
+    if instruction.opcode == "copy-start":
+        return MovedArray(second[0], first[0], first[0])
+    if instruction.kind == "dynamic-update-slice":
+        return MovedArray(first[1], second[0], first[1])
+    return MovedArray(first[0], second[0], second[0])
 
 
 def starts_slice_copies(module: HloModule) -> bool:

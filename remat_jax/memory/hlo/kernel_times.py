@@ -1,4 +1,7 @@
-"""The times of the GPU kernels of a compiled module, from each kernel's bytes and operations at the rates of a target."""
+"""The times of the kernels of a compiled module, from each kernel's bytes and operations at the rates of a target.
+
+XLA:TPU writes its own estimate of a kernel's cycles into the module. Such a kernel takes its cycles at the target's clock rate.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,10 @@ _ATTENTION_SHARE = 0.65
 With heads of width 128 on an A100, FlashAttention-2 reaches 0.6 to 0.73 of 312 TFLOP/s in the forward pass, and 0.5 to 0.6 in
 the backward pass (Dao, 2023, Figures 4 to 6). A large matmul reaches 0.87.
 """
-_PASSES = ("__cub$", "__gpu$TopK", "Sharding", "AllocateBuffer", "topk")
+_PASSES = ("__cub$", "__gpu$TopK", "Sharding", "topk")
 """Prefixes of `custom_call_target`s that compute little. Such calls are timed by the bytes that they move."""
+_FREE_CALLS = ("AllocateBuffer", "ConcatBitcast")
+"""`custom_call_target`s of calls that only name memory."""
 _PALLAS = re.compile(r'op_name="[^"]*?([^"/]+)/pallas_call')
 _DTYPES = {
     "bf16": "bfloat16",
@@ -61,8 +66,10 @@ class KernelTimes:
 
     def seconds(self, instruction: Instruction) -> float:
         """The seconds of an instruction other than a loop, a copy to or from the host, or a collective."""
-        if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
+        if instruction.opcode in FREE or instruction.opcode.endswith("-done") or _called_target(instruction) in _FREE_CALLS:
             return 0.0
+        if instruction not in self._seconds and instruction.cycles is not None and self.rates.clock_hz is not None:
+            self._seconds[instruction] = instruction.cycles / self.rates.clock_hz
         if instruction not in self._seconds:
             operations = sum(self._operations(instruction))
             memory = _traffic(instruction) / self.rates.hbm_bytes_per_s
@@ -107,7 +114,7 @@ def _traffic(instruction: Instruction) -> int:
 
 
 def _device_bytes(instructions: Iterable[Instruction | None]) -> int:
-    return sum(array.bytes for each in instructions if each is not None for array in each.arrays if not array.on_host)
+    return sum(array.bytes for each in instructions if each is not None for array in each.arrays if not array.space)
 
 
 def _read(fusion: Computation) -> int:

@@ -1,28 +1,30 @@
 """The modelled time of a compiled step, simulated from its schedule, and how much of its transfers overlaps compute.
 
-XLA:GPU writes its schedule into the module: one line starts a copy or a collective, a later line waits for it, and the lines in
-between may overlap it. Compute runs line by line on one stream, copies to the host on a second, copies back on a third,
-collectives on a fourth. A copy or a collective starts when its line is reached and its stream is free. At a line that waits,
-compute stops until the copy or the collective is done.
+XLA:GPU and XLA:TPU write their schedule into the module: one line starts a copy or a collective, a later line waits for it, and
+the lines in between may overlap it. Compute runs line by line on one stream, copies to the host on a second, copies back on a
+third, collectives on a fourth, and on a TPU the copies between device memory and the core's own memory on a fifth. A copy or a
+collective starts when its line is reached and its stream is free. At a line that waits, compute stops until the copy or the
+collective is done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware.entries import SECONDS
 from remat_jax.hardware.rates import Rates
 from remat_jax.memory.hlo.collectives import exchange_seconds
-from remat_jax.memory.hlo.copies import Copies, Direction, Overlap, host_copy, round_trips
+from remat_jax.memory.hlo.copies import Copies, Direction, Overlap, host_copy, round_trips, started_copy
 from remat_jax.memory.hlo.kernel_times import KernelTimes
+from remat_jax.memory.hlo.scalars import trip_count
 from remat_jax.memory.hlo.text import Computation, HloModule, Instruction, parse
 
-Lane = Literal["out", "back", "exchange"]
-"""The streams other than compute: copies to the host, copies back to the device, collectives."""
+Lane = Literal["out", "back", "exchange", "prefetch"]
+"""The streams other than compute: copies to the host, copies back, collectives, copies between a TPU's own memories."""
 _ENTERED = ("while", "call", "conditional")
 _MATTERS = 0.05
 """Assumed latencies are reported if they make up at least this share of the step's modelled time."""
@@ -110,7 +112,7 @@ class _Player:
         self.kernels = KernelTimes(rates, kernels)
         self.now = self.compute = 0.0
         self.busy: list[tuple[float, float]] = []
-        self.streams: dict[Lane, _Stream] = {"out": _Stream(), "back": _Stream(), "exchange": _Stream()}
+        self.streams: dict[Lane, _Stream] = {lane: _Stream() for lane in get_args(Lane)}
         # Dicts from instruction name to the step's compute time up to the instruction's start and up to its end, and to the
         # duration of the copy that the instruction starts.
         self.before: dict[str, float] = {}
@@ -122,7 +124,7 @@ class _Player:
     def play(self) -> StepTime:
         """Simulate the schedule once."""
         self._run(self.entry)
-        out, back, exchanges = (stream.copies(self.busy) for stream in self.streams.values())
+        out, back, exchanges = (self.streams[lane].copies(self.busy) for lane in ("out", "back", "exchange"))
         overlap = Overlap(out, back, self.compute, self.now, self._coverable(out, back))
         return StepTime(self.now, self.compute, overlap, exchanges, tuple(sorted(self.kernels.unknown)), self._assumed())
 
@@ -136,17 +138,19 @@ class _Player:
             self._wait(lane, end)
 
     def _play(self, instruction: Instruction, pending: dict[str, tuple[Lane, float]]) -> None:
-        if instruction.opcode.endswith("-done"):
-            if instruction.operands and instruction.operands[0] in pending:
-                self._wait(*pending.pop(instruction.operands[0]))
+        part, channel = instruction.collective_part
+        if instruction.opcode.endswith("-done") or part == "done":
+            beginning = channel or (instruction.operands[0] if instruction.operands else "")
+            if beginning in pending:
+                self._wait(*pending.pop(beginning))
         elif instruction.opcode in _ENTERED:
             self._enter(instruction)
         elif (started := self._beside(instruction)) is not None:
             lane, size, seconds = started
             end = self._start(lane, size, seconds)
             self.copying[instruction.name] = seconds
-            if instruction.opcode.endswith("-start"):
-                pending[instruction.name] = (lane, end)
+            if instruction.opcode.endswith("-start") or part == "start":
+                pending[channel or instruction.name] = (lane, end)
             else:
                 self._wait(lane, end)
         else:
@@ -165,7 +169,10 @@ class _Player:
                 )
             return "exchange", sum(array.bytes for array in collective.arrays), seconds
         copy = host_copy(instruction)
-        return None if copy is None else (*copy, self.rates.copy_seconds + copy[1] / self._link(copy[0]))
+        if copy is not None:
+            return *copy, self.rates.copy_seconds + copy[1] / self._link(copy[0])
+        moved = started_copy(instruction) if self.rates.clock_hz is not None else None
+        return None if moved is None else ("prefetch", moved.part.bytes, moved.part.bytes / self.rates.hbm_bytes_per_s)
 
     def _link(self, direction: Direction) -> float:
         rate = self.rates.out_bytes_per_s if direction == "out" else self.rates.in_bytes_per_s
@@ -189,7 +196,7 @@ class _Player:
         bodies = instruction.bodies
         if len(bodies) > 1:
             bodies = (max(bodies, key=lambda branch: (self._sends(branch), self._total(branch))),)
-        return (bodies[0] if bodies else None), instruction.trip_count(unknown=1) if instruction.opcode == "while" else 1
+        return (bodies[0] if bodies else None), trip_count(instruction, unknown=1) if instruction.opcode == "while" else 1
 
     def _sends(self, computation: Computation) -> bool:
         """Whether a computation starts copies or collectives. If so, every iteration of its loop is simulated."""
@@ -206,7 +213,7 @@ class _Player:
                 if instruction.opcode in _ENTERED:
                     body, trips = self._body(instruction)
                     total += trips * self._total(body) if body is not None else 0.0
-                elif self._beside(instruction) is None:
+                elif self._beside(instruction) is None and instruction.collective_part[0] != "done":
                     total += self.kernels.seconds(instruction)
             self._totals[computation.name] = total
         return self._totals[computation.name]
@@ -230,11 +237,14 @@ class _Player:
 
     def _assumed(self) -> tuple[str, ...]:
         needs = {"flops", "hbm_bytes_per_s", "launch_seconds"}
+        if self.rates.clock_hz is not None:
+            # The compiler's cycles tell the time of most kernels.
+            needs = {"flops"} if self.kernels.dtypes else set()
         needs |= {"out_bytes_per_s", "copy_seconds"} if self.streams["out"].spans else set()
         needs |= {"in_bytes_per_s", "copy_seconds"} if self.streams["back"].spans else set()
         if self.streams["exchange"].spans:
             needs |= {"device_link_bytes_per_s", "device_link_seconds"}
-            needs |= {"network_bytes_per_s", "network_seconds"} if self.target.hosts > 1 else set()
+            needs |= {"network_bytes_per_s", "network_seconds"} if self.target.linked_groups > 1 else set()
         return tuple(name for name in self.rates.assumed(self.kernels.dtypes) if name in needs)
 
     def _coverable(self, out: Copies, back: Copies) -> float:

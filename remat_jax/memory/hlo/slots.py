@@ -9,29 +9,10 @@ asks for slot L-1-k of L slots, but the address is that of slot k.
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable
 
 from remat_jax.errors import UnsupportedError
+from remat_jax.memory.hlo.scalars import scalar_value, trip_count
 from remat_jax.memory.hlo.text import HloArray, HloModule, Instruction, parse
-
-_ARITHMETIC: dict[str, Callable[..., int]] = {
-    "add": operator.add,
-    "subtract": operator.sub,
-    "multiply": operator.mul,
-    "divide": lambda a, b: int(a / b),
-    "remainder": lambda a, b: int(math.fmod(a, b)),
-    "maximum": max,
-    "minimum": min,
-    "and": operator.and_,
-    "or": operator.or_,
-    "negate": operator.neg,
-    "not": lambda a: 1 - a,
-    "select": lambda which, a, b: a if which else b,
-    "clamp": lambda low, a, high: max(low, min(a, high)),
-    **dict.fromkeys(("convert", "copy", "bitcast", "reshape", "broadcast"), lambda a: a),
-}
-_COMPARE = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne}
 
 
 def scanned_offload_is_miscompiled(text: str | HloModule) -> bool:
@@ -66,7 +47,7 @@ def _is_wrong(loop: Instruction, instruction: Instruction) -> bool:
         if constant is None or whole is None or not any(array.on_host for array in (*whole.arrays, *copy.arrays)):
             continue
         offset, stride = constant
-        for iteration in range(loop.trip_count(unknown=0)):
+        for iteration in range(trip_count(loop, unknown=0)):
             if _address(instruction, copy, whole.arrays[0], _counters(loop, iteration)) != offset + iteration * stride:
                 return True
     return False
@@ -91,11 +72,11 @@ def _address(instruction: Instruction, copy: Instruction, whole: HloArray, count
         raise UnsupportedError("a dynamic-update-slice whose update has no shape in the module's text; give the whole text")
 
     def given(parameter: int) -> int:
-        return _value(instruction.home.instructions[instruction.operands[parameter]], counters, None)
+        return scalar_value(instruction.home.instructions[instruction.operands[parameter]], counters, None)
 
     address, stride = 0, whole.bytes // math.prod(whole.dims)
     for axis in whole.order:
-        index = _value(copy.home.instructions[copy.operands[first + axis]], {}, given)
+        index = scalar_value(copy.home.instructions[copy.operands[first + axis]], {}, given)
         address += stride * max(0, min(index, whole.dims[axis] - part.arrays[0].dims[axis]))
         stride *= whole.dims[axis]
     return address
@@ -107,32 +88,3 @@ def _counters(loop: Instruction, iteration: int) -> dict[int, int]:
         steps = loop.config.get("known_init_step", {"init": "0", "step": "1"})
         variables = [{**loop.config["known_induction_variable"], **steps}]
     return {int(each["tuple_index"]): int(each["init"]) + iteration * int(each["step"]) for each in variables or ()}
-
-
-def _value(instruction: Instruction, counters: dict[int, int], parameter: Callable[[int], int] | None) -> int:
-    """The integer value of a scalar instruction.
-
-    `counters` maps the index of a counter in the loop's state to its value; `parameter(i)` is the value of parameter i.
-    """
-    opcode = instruction.opcode
-    if opcode == "constant":
-        return int({"true": 1, "false": 0}.get(instruction.argument, instruction.argument))
-    if opcode == "parameter" and parameter is not None:
-        return parameter(int(instruction.argument))
-    if opcode == "get-tuple-element" and instruction.index in counters:
-        return counters[instruction.index]
-    operands = [operand for operand in instruction.inputs if operand is not None]
-
-    def of(index: int) -> int:
-        return _value(operands[index], counters, parameter)
-
-    if opcode == "compare":
-        return int(_COMPARE[instruction.attribute("direction") or "EQ"](of(0), of(1)))
-    if opcode in _ARITHMETIC:
-        return _ARITHMETIC[opcode](*map(of, range(len(operands))))
-    if opcode in ("fusion", "call") and instruction.bodies:
-        return _value(instruction.bodies[0].root, {}, of)
-    raise UnsupportedError(
-        f"instruction {instruction.name!r} ({opcode}) of {instruction.home.name!r}: the index of a copy with a "
-        "constant address cannot be traced through this instruction, so the copy cannot be checked"
-    )

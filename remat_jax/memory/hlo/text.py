@@ -13,6 +13,11 @@ from typing import Any
 from remat_jax.core.module_paths import split_outside_brackets
 from remat_jax.errors import UnsupportedError
 
+HOST_SPACE = 5
+"""XLA's number for host memory."""
+_SPACE = re.compile(r"S\((\d+)\)")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _ITEM_BITS = {"pred": 8, "s4": 4, "u4": 4, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
 _NAMED = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
@@ -35,12 +40,20 @@ _BODIES = {"while": ("body",), "call": ("to_apply", "calls"), "async-start": ("c
 
 @dataclass(frozen=True)
 class HloArray:
-    """An array in a shape: its HLO dtype, its dimensions, its axes from minor to major, and whether it is in host memory."""
+    """An array in a shape: its HLO dtype, its dimensions, its axes from minor to major, and its memory space.
+
+    Memory space 0 is device memory, `HOST_SPACE` is host memory, and the others are memories inside a TPU's core.
+    """
 
     dtype: str
     dims: tuple[int, ...]
     order: tuple[int, ...]
-    on_host: bool
+    space: int
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the array is in host memory."""
+        return self.space == HOST_SPACE
 
     @property
     def bytes(self) -> int:
@@ -96,13 +109,35 @@ class Instruction:
 
     @cached_property
     def collective(self) -> Instruction | None:
-        """This instruction if it is a collective, or the collective inside the asynchronous call that it starts; else None."""
-        inside = self.called if self.opcode == "async-start" else None
+        """This instruction if it is a collective, or the collective in the call or fusion that starts or runs it; else None."""
+        return self._collective_inside if self.collective_part[0] in ("", "start") else None
+
+    @cached_property
+    def _collective_inside(self) -> Instruction | None:
+        inside = self.called if self.opcode in ("async-start", "fusion") else None
         return next((each for each in inside or (self,) if each.kind in COLLECTIVES), None)
+
+    @cached_property
+    def collective_part(self) -> tuple[str, str]:
+        """The part that a fusion has in an asynchronous collective of XLA:TPU, and the channel; empty for other instructions.
+
+        One fusion starts the collective, the compute of others (`step`) runs beside it, and one waits until it is `done`. The
+        computation of each contains the collective.
+        """
+        each = self._collective_inside if self.opcode == "fusion" and self.called is not None else None
+        if each is None or self.called is None:
+            return "", ""
+        calls = {target[1] for inner in self.called if (target := _TARGET.search(inner.rest)) is not None}
+        parts = {"start": "AsyncCollectiveStart" in calls, "done": "AsyncCollectiveDone" in calls}
+        parts["step"] = self.called.name.startswith("async_collective_fusion")
+        part = next((name for name, is_part in parts.items() if is_part), "")
+        return (part, each.attribute("channel_id") or each.name) if part else ("", "")
 
     @property
     def kind(self) -> str:
         """The opcode without `-start`, so that synchronous and asynchronous instructions have the same kind."""
+        if self.opcode == "all-reduce" and self.home.name.startswith("all-reduce-scatter"):
+            return "reduce-scatter"  # a fusion of XLA:TPU, which keeps a slice of the sum
         return self.opcode.removesuffix("-start")
 
     def attribute(self, key: str) -> str | None:
@@ -129,6 +164,12 @@ class Instruction:
     def trip_count(self, unknown: int) -> int:
         """The number of iterations of a loop if the compiler knows it, else `unknown`."""
         return int(self.config.get("known_trip_count", {}).get("n", unknown))
+
+    @property
+    def cycles(self) -> int | None:
+        """XLA:TPU's own estimate of the cycles of this instruction; None if it wrote none."""
+        match = _CYCLES.search(self.rest)
+        return int(match[1]) if match else None
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
@@ -176,7 +217,8 @@ def arrays_of(shape: str) -> tuple[HloArray, ...]:
 def _array(dtype: str, dims: str, layout: str) -> HloArray:
     sizes = tuple(int(size) for size in dims.split(",") if size)
     order = tuple(int(axis) for axis in re.findall(r"\d+", layout.split(":")[0]))
-    return HloArray(dtype, sizes, order or tuple(reversed(range(len(sizes)))), "S(5)" in layout)
+    space = _SPACE.search(layout)
+    return HloArray(dtype, sizes, order or tuple(reversed(range(len(sizes)))), int(space[1]) if space else 0)
 
 
 def elements(shape: str) -> list[str]:

@@ -13,10 +13,11 @@ from remat_jax.hardware.amounts import device_amount
 from remat_jax.memory.compile.backends.backend import Backend
 from remat_jax.memory.compile.backends.cpu import CpuBackend
 from remat_jax.memory.compile.backends.gpu import GpuBackend
+from remat_jax.memory.compile.backends.tpu import TpuBackend
 
 __all__ = ["BACKENDS", "Backend", "backend_of", "limit_bytes"]
 
-BACKENDS: dict[str, Backend] = {"cpu": CpuBackend(), "gpu": GpuBackend()}
+BACKENDS: dict[str, Backend] = {"cpu": CpuBackend(), "gpu": GpuBackend(), "tpu": TpuBackend()}
 """The backend for each `Target.kind`."""
 
 

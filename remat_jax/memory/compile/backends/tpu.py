@@ -1,0 +1,134 @@
+"""Google TPUs, which need not be present: libtpu, the TPU compiler of `jax[tpu]`, compiles for a described slice.
+
+The sizes are those of the compiler's buffer assignment, by which the compiler decides whether a step fits. `temp` of JAX's
+`memory_analysis` is larger for scans, although nothing else is allocated (`docs/notes/tpu_memory.md`). XLA:TPU refuses a step
+that exceeds the chip after it has assigned the buffers, so the sizes of such a step are known, but not its time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from remat_jax import compat
+from remat_jax.errors import CompileError
+from remat_jax.hardware import Target
+from remat_jax.hardware.slices import CHIPS_PER_HOST, wraps
+from remat_jax.memory.compile.backends.backend import (
+    Backend,
+    RefusedOffload,
+    dump_options,
+    last_text,
+    live_buffers,
+    modelled_time,
+    parsed,
+    without_accelerator,
+)
+from remat_jax.memory.compile.exported import ExportedProgram
+from remat_jax.memory.compile.options import TPU_LIMIT
+from remat_jax.memory.compile.sizes import Sizes
+from remat_jax.memory.hlo.collectives import read_collectives
+from remat_jax.memory.hlo.text import HOST_SPACE
+
+_DUMP, _TEXT = "dump", "compiled.hlo"
+_ALLOCATION = re.compile(r"^allocation \d+: size (?P<bytes>\d+)(?P<is>.*)$", re.MULTILINE)
+_SPACE = re.compile(r", color (\d+)")
+_MIB = 2**20
+
+
+class TpuBackend(Backend):
+    """XLA:TPU, from libtpu."""
+
+    platform = "tpu"
+
+    def require(self, target: Target) -> None:
+        """The libtpu that belongs to the installed JAX is required."""
+        compat.require_tpu_compiler()
+
+    def environment(self, target: Target) -> dict[str, str]:
+        """No metadata server is asked, no TPU is looked for, and nothing is logged."""
+        return without_accelerator(**compat.TPU_COMPILER_ENVIRONMENT)
+
+    def topology(self, target: Target) -> dict[str, Any] | None:
+        """The slices, on hosts with four chips; the slice of a single chip has a host of its own."""
+        shape, chip = target.topology, target.chip
+        chips = target.devices // target.slices // chip["devices_per_chip"]
+        return {
+            "platform": "tpu",
+            "topology_name": f"{chip['topology']}:{'x'.join(map(str, shape))}",
+            "chip_config_name": chip["config"],
+            "chips_per_host_bounds": [2, 2, 1] if chips >= CHIPS_PER_HOST else [1, 1, 1],
+            "num_slices": target.slices,
+            "wrap": list(wraps(shape)),
+        }
+
+    def refused_offload(self, *, scanned: bool, nested: bool) -> RefusedOffload | None:
+        """Offload of unrolled layers, which frees no memory."""
+        if scanned:
+            return None
+        reason = "XLA:TPU copies the offloaded residuals of unrolled layers back at once"
+        return RefusedOffload(
+            reason, f"{reason} (docs/notes/tpu_offload.md), so unrolled layers offload nothing here; scan them"
+        )
+
+    def entry(self, folder: Path) -> dict[str, Any]:
+        """XLA's dump, and the final text, which alone has the compiler's estimates of cycles."""
+        return {
+            "compiler_options": dump_options(folder / _DUMP),
+            "text": str(folder / _TEXT),
+            "refusal": "RESOURCE_EXHAUSTED",
+        }
+
+    def limit_options(self, limit: int | None, target: Target, held_bytes: int) -> dict[str, int]:
+        """The size of device memory that XLA:TPU assumes, in MiB."""
+        if limit is None or target.memory_bytes is None or limit >= target.memory_bytes:
+            return {}
+        return {TPU_LIMIT: max(1, limit // _MIB)}
+
+    def read(self, answer: Mapping[str, Any], folder: Path, program: ExportedProgram, target: Target) -> Sizes:
+        """Sizes and buffers from XLA's dump, the time from the final text, which a step that does not fit has not."""
+        dump, refusal = folder / _DUMP, answer.get("refusal", "")
+        assignment = last_text(dump, "after_optimizations-buffer-assignment.txt")
+        if assignment is None:
+            raise CompileError(f"compiling for target={target.name!r}: {refusal or 'XLA wrote no buffer assignment'}")
+        module, final = parsed(last_text(dump, "after_optimizations.txt")), parsed(last_text(folder, _TEXT))
+        time, no_time = (None, "the step does not fit") if refusal else modelled_time(final, target, program)
+        live, timeline = live_buffers(module, dump, program) if module is not None else ((), None)
+        return Sizes(
+            **_sizes(assignment),
+            live=live,
+            timeline=timeline,
+            time=time,
+            no_time=no_time,
+            collectives=read_collectives(final) if final is not None and program.mesh else None,
+            refusal=refusal,
+        )
+
+
+def _sizes(assignment: str) -> dict[str, Any]:
+    """The sizes by the names of `Sizes`, from the allocations of XLA's buffer assignment in device and host memory.
+
+    >>> _sizes('''allocation 0: size 64, parameter 0, shape |f32[16]| at ShapeIndex {}, maybe-live-out:
+    ... allocation 1: size 100, preallocated-temp:
+    ... allocation 2: size 7, color 1, preallocated-temp:''')["temp"]
+    100
+    """
+    sizes = Counter[str](dict.fromkeys((f"{place}{name}" for place in ("", "host_") for name in _NAMES), 0))
+    for allocation in _ALLOCATION.finditer(assignment):
+        space = _SPACE.search(allocation["is"])
+        number = int(space[1]) if space else 0
+        if number not in (0, HOST_SPACE):
+            continue  # a memory inside the core
+        place, nbytes = "host_" if number else "", int(allocation["bytes"])
+        is_argument, is_result = ", parameter " in allocation["is"], ", maybe-live-out" in allocation["is"]
+        sizes[f"{place}argument"] += nbytes * is_argument
+        sizes[f"{place}output"] += nbytes * is_result
+        sizes[f"{place}alias"] += nbytes * (is_argument and is_result)
+        sizes[f"{place}temp"] += nbytes * (not is_argument and not is_result)
+    return dict(sizes)
+
+
+_NAMES = ("temp", "argument", "output", "alias")
