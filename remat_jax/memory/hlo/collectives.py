@@ -87,8 +87,8 @@ def _within(computation: Computation, times: int, phase: str) -> Iterator[tuple[
 
 
 def _sent(collective: Instruction) -> tuple[Instruction | None, ...]:
-    """The operands that a collective sends: of a ragged all-to-all only the first, not the buffer, offsets and sizes."""
-    return collective.inputs[:1] if collective.opcode.startswith("ragged-") else collective.inputs
+    """The operands that a collective sends: of a ragged all-to-all and of a `send` only the first, not offsets or a token."""
+    return collective.inputs[:1] if collective.opcode.startswith(("ragged-", "send")) else collective.inputs
 
 
 def _bytes(collective: Instruction) -> int:
@@ -102,6 +102,8 @@ def _bytes(collective: Instruction) -> int:
 
 def exchange_seconds(collective: Instruction, target: Target, links: Links | None) -> float | None:
     """The seconds of a collective over the target's links; None if it needs a link whose rate is unknown."""
+    if collective.opcode == "send" and links is not None:  # each device exchanges its part with those of the other slices
+        return links.seconds(collective.kind, _bytes(collective), target.slices, hosts=target.slices)
     group = largest_group(collective.rest, target.devices)
     if len(group) < 2 or links is None:
         return 0.0 if len(group) < 2 else None

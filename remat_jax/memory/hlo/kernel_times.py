@@ -33,8 +33,9 @@ the backward pass (Dao, 2023, Figures 4 to 6). A large matmul reaches 0.87.
 """
 _PASSES = ("__cub$", "__gpu$TopK", "Sharding", "topk")
 """Prefixes of `custom_call_target`s that compute little. Such calls are timed by the bytes that they move."""
-_FREE_CALLS = ("AllocateBuffer", "ConcatBitcast")
-"""`custom_call_target`s of calls that only name memory."""
+_FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "SliceId", "ZeroCrop")
+"""`custom_call_target`s of calls that only name memory or a device."""
+_TRANSFERS = ("send", "recv")
 _PALLAS = re.compile(r'op_name="[^"]*?([^"/]+)/pallas_call')
 _DTYPES = {
     "bf16": "bfloat16",
@@ -66,7 +67,11 @@ class KernelTimes:
 
     def seconds(self, instruction: Instruction) -> float:
         """The seconds of an instruction other than a loop, a copy to or from the host, or a collective."""
-        if instruction.opcode in FREE or instruction.opcode.endswith("-done") or _called_target(instruction) in _FREE_CALLS:
+        if (
+            instruction.opcode in (*FREE, *_TRANSFERS)
+            or instruction.opcode.endswith("-done")
+            or _called_target(instruction) in _FREE_CALLS
+        ):
             return 0.0
         if instruction not in self._seconds and instruction.cycles is not None and self.rates.clock_hz is not None:
             self._seconds[instruction] = instruction.cycles / self.rates.clock_hz

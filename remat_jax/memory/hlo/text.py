@@ -17,6 +17,8 @@ HOST_SPACE = 5
 """XLA's number for host memory."""
 _SPACE = re.compile(r"S\((\d+)\)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="([A-Z_]+)"')
+_MEETING = re.compile(r'_xla_host_transfer_rendezvous="([^"]+)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _ITEM_BITS = {"pred": 8, "s4": 4, "u4": 4, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
@@ -119,11 +121,14 @@ class Instruction:
 
     @cached_property
     def collective_part(self) -> tuple[str, str]:
-        """The part that a fusion has in an asynchronous collective of XLA:TPU, and the channel; empty for other instructions.
+        """The part of an instruction in an asynchronous collective of XLA:TPU, and its channel; empty for other instructions.
 
         One fusion starts the collective, the compute of others (`step`) runs beside it, and one waits until it is `done`. The
-        computation of each contains the collective.
+        computation of each contains the collective. Between slices a `send` starts it, and a `recv-done` waits.
         """
+        started = {"send": self, "recv-done": self.input(0)}.get(self.opcode)
+        if started is not None and (meeting := _MEETING.search(started.rest)) is not None:
+            return ("start" if self.opcode == "send" else "done"), meeting[1]
         each = self._collective_inside if self.opcode == "fusion" and self.called is not None else None
         if each is None or self.called is None:
             return "", ""
@@ -138,6 +143,8 @@ class Instruction:
         """The opcode without `-start`, so that synchronous and asynchronous instructions have the same kind."""
         if self.opcode == "all-reduce" and self.home.name.startswith("all-reduce-scatter"):
             return "reduce-scatter"  # a fusion of XLA:TPU, which keeps a slice of the sum
+        if self.opcode == "send" and (transfer := _TRANSFER.search(self.rest)) is not None:
+            return transfer[1].lower().replace("_", "-")  # a collective of XLA:TPU between slices
         return self.opcode.removesuffix("-start")
 
     def attribute(self, key: str) -> str | None:
