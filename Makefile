@@ -18,7 +18,7 @@ COMMA := ,
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-EXTRAS := gpu-compile,test,dev,docs$(if $(TORCH),$(COMMA)torch)
+EXTRAS := gpu-compile,tpu-compile,test,dev,docs$(if $(TORCH),$(COMMA)torch)
 PINS := $(if $(TORCH),-c constraints.txt,)
 # Two workers on two cores: more threads in each only take turns. A file stays in one worker, with what its tests share;
 # the short ones, docstrings, stay last, so that both workers end together.

@@ -17,7 +17,7 @@ from typing import Any
 from remat_jax.hardware import gpus
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "numpy", "torch", "remat_jax")
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "flax", "optax", "numpy", "torch", "remat_jax")
 FLAGS = ("XLA_FLAGS", "JAX_PLATFORMS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES")
 
 

@@ -7,7 +7,7 @@ import importlib.metadata
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from remat_jax.hardware import find_attached_with, quiet_without_gpu
+from remat_jax.hardware import find_attached_with, quiet_without_gpu, quiet_without_tpu
 
 if TYPE_CHECKING:
     # Import each name from its own module: where a function and a module share a name, a type checker may see the module.
@@ -132,3 +132,4 @@ find_attached_with(_attached_device_kind)
 
 # Importing this package does not start JAX's backends, so this setting still takes effect.
 quiet_without_gpu()
+quiet_without_tpu()

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VENVS = ROOT / ".venvs"
 NEWEST = "newest"
-EXTRAS = "gpu-compile,test,docs"
+EXTRAS = "gpu-compile,tpu-compile,test,docs"
 PATHS = ("tests", "remat_jax")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 

@@ -106,7 +106,6 @@ from remat_jax.compat.versions import warn_of_lost_threads as warn_of_lost_threa
 from remat_jax.compat.xla import CUDNN_REMEDY as CUDNN_REMEDY
 from remat_jax.compat.xla import GPU_COMPILER_ENVIRONMENT as GPU_COMPILER_ENVIRONMENT
 from remat_jax.compat.xla import GPU_COMPILER_FLAGS as GPU_COMPILER_FLAGS
-from remat_jax.compat.xla import TPU_COMPILER_ENVIRONMENT as TPU_COMPILER_ENVIRONMENT
 from remat_jax.compat.xla import accepts_option as accepts_option
 from remat_jax.compat.xla import attention_kernel as attention_kernel
 from remat_jax.compat.xla import cudnn_explained as cudnn_explained

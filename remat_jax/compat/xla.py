@@ -122,15 +122,6 @@ def require_gpu_compiler() -> None:
 
 # --- the TPU compiler ---------------------------------------------------------------------------------------------------
 
-TPU_COMPILER_ENVIRONMENT: dict[str, str] = {
-    "TPU_SKIP_MDS_QUERY": "1",  # ask no metadata server of Google Cloud
-    "TPU_ACCELERATOR_TYPE": "v5p-8",  # any: libtpu warns if it is unset
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # libtpu would lock /tmp/libtpu_lockfile, and a second process would be refused
-    "TPU_LOG_DIR": "disabled",  # libtpu would write its log to /tmp/tpu_logs
-}
-"""With these variables libtpu compiles for described TPUs without looking for any, and prints nothing."""
-
 
 def require_tpu_compiler() -> None:
     """Raise UnsupportedError unless libtpu, which contains XLA's TPU compiler, is installed in the version of this JAX."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -22,6 +22,7 @@ _MEETING = re.compile(r'_xla_host_transfer_rendezvous="([^"]+)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _ITEM_BITS = {"pred": 8, "s4": 4, "u4": 4, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
+_END = re.compile(r"^\}(?:, execution_thread=.*)?\s*$")
 _NAMED = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
@@ -240,12 +241,12 @@ def parse(text: str | HloModule) -> HloModule:
     if isinstance(text, HloModule):
         return text
     module, current = HloModule(), None
-    for line in text.splitlines():
+    for line in _joined(text.splitlines()):
         if current is None:
             if header := _HEADER.match(line):
                 current = module.computations[header[2]] = Computation(header[2], module)
                 module.entry_name = header[2] if header[1] else module.entry_name
-        elif line.startswith("}"):
+        elif _END.match(line):
             current = None
         elif named := _NAMED.match(line):
             instruction = _instruction(named[2], named[3], bool(named[1]), current)
@@ -253,6 +254,18 @@ def parse(text: str | HloModule) -> HloModule:
                 _add_element(operand, current)
             current.instructions[named[2]] = instruction
     return module
+
+
+def _joined(lines: Sequence[str]) -> Iterator[str]:
+    """The lines of a module; those of one instruction are joined, as the attributes of a TPU kernel may have line breaks."""
+    whole = ""
+    for line in lines:
+        if not line or line[0] in " %E" or _END.match(line) or _HEADER.match(line):
+            yield whole
+            whole = line
+        else:
+            whole = f"{whole} {line}"
+    yield whole
 
 
 def _add_element(operand: str, home: Computation) -> None:

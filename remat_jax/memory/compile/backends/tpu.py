@@ -16,6 +16,7 @@ from typing import Any
 from remat_jax import compat
 from remat_jax.errors import CompileError
 from remat_jax.hardware import Target
+from remat_jax.hardware.google import QUIET
 from remat_jax.hardware.slices import CHIPS_PER_HOST, wraps
 from remat_jax.memory.compile.backends.backend import (
     Backend,
@@ -49,8 +50,8 @@ class TpuBackend(Backend):
         compat.require_tpu_compiler()
 
     def environment(self, target: Target) -> dict[str, str]:
-        """No metadata server is asked, no TPU is looked for, and nothing is logged."""
-        return without_accelerator(**compat.TPU_COMPILER_ENVIRONMENT)
+        """No TPU is looked for. Without the last variable libtpu locks a file, and a second compile process is refused."""
+        return without_accelerator(**QUIET, ALLOW_MULTIPLE_LIBTPU_LOAD="1")
 
     def topology(self, target: Target) -> dict[str, Any] | None:
         """The slices, on hosts with four chips; the slice of a single chip has a host of its own."""

@@ -1,0 +1,236 @@
+"""Steps compiled for TPUs that are not here: sizes against the compiler's own report, receipts, plans, meshes, refusals."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import remat_jax as rj
+from benchmarks.tpu import compiled_apart
+from remat_jax import compat
+from remat_jax.errors import ArgumentError, TargetError, UnsupportedError
+from remat_jax.hardware import google, target
+from remat_jax.hardware.rates import Rates
+from remat_jax.memory.compile.backends import backend_of
+from remat_jax.memory.compile.options import TPU_LIMIT
+from remat_jax.memory.measure import measure_many
+
+LAYERS, WIDTH, ROWS = 4, 512, 2048
+RESIDUAL = ROWS * WIDTH * 2
+"""The bytes of a block's input."""
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        hidden = nn.gelu(nn.Dense(4 * WIDTH, dtype=jnp.bfloat16, name="up")(x))
+        return x + nn.Dense(WIDTH, dtype=jnp.bfloat16, name="down")(hidden)
+
+
+class Stack(nn.Module):
+    scan: bool = True
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if not self.scan:
+            for layer in range(LAYERS):
+                x = Block(name=f"layer_{layer}")(x)
+            return x
+        axes: dict[str, Any] = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        return nn.scan(lambda block, x, _: (block(x), None), length=LAYERS, **axes)(Block(name="layer"), x, None)[0]
+
+
+def job(*, scan: bool = True, rows: int = ROWS) -> rj.Workload:
+    model, x = Stack(scan), jax.ShapeDtypeStruct((rows, WIDTH), jnp.bfloat16)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    return rj.Workload(
+        lambda params, x: jnp.mean(model.apply(params, x).astype(jnp.float32) ** 2),
+        params,
+        (x,),
+        Block,
+        optimizer=optax.sgd(1e-3),
+        name="stack",
+    )
+
+
+@functools.cache
+def measured() -> rj.MemoryReport:
+    """The offload of the block inputs on a v5p, which several tests look at: compiling for a TPU takes ten seconds."""
+    return rj.measure(job(), "offload_inputs", "v5p")
+
+
+@pytest.mark.versions
+def test_sizes_are_those_of_the_compiler(tmp_path: Path) -> None:
+    report, apart = measured(), compiled_apart(job(), "offload_inputs", "v5p", tmp_path)
+    assert (report.device_bytes, report.host_bytes) == (apart["device"], apart["host"])
+    sizes = report.argument_bytes, report.output_bytes, report.alias_bytes
+    assert sizes == (apart["argument"], apart["output"], apart["alias"])
+    assert apart["whole"] in (None, report.device_bytes)  # newer compilers state it
+    assert 0.9 < sum(buffer.nbytes for buffer in report.live) / report.device_bytes <= 1  # the rest lies between buffers
+
+
+def test_scanned_offload_moves_every_byte_and_its_copies_are_timed() -> None:
+    receipt, overlap = measured().receipt, measured().overlap
+    assert receipt is not None and overlap is not None
+    assert (receipt.offered_bytes, receipt.host_bytes) == (LAYERS * RESIDUAL, LAYERS * RESIDUAL)
+    assert (overlap.out.count, overlap.out.bytes, overlap.back.bytes) == (LAYERS, LAYERS * RESIDUAL, LAYERS * RESIDUAL)
+    rates = Rates.of("v5p")
+    seconds = LAYERS * (RESIDUAL / (rates.out_bytes_per_s or 1) + rates.copy_seconds)
+    assert overlap.out.seconds == pytest.approx(seconds, rel=1e-6)
+
+
+def test_the_time_is_that_of_the_cycles_of_every_iteration() -> None:
+    report = measured()
+    assert report.compute_seconds is not None and not report.untimed and "flops" not in report.assumed_rates
+    flops = 2 * (2 * 4 * WIDTH * WIDTH * LAYERS) * ROWS * 4  # forward, again, and twice backward
+    least = flops / target("v5p").peak_flops["bfloat16"]
+    assert 1 < report.compute_seconds / least < 3
+
+
+def test_a_step_that_does_not_fit_has_sizes_and_the_compilers_words() -> None:
+    (report,) = measure_many(job(rows=2**21), ["full"], "v5e")
+    assert report.device_bytes > 16 * 2**30 > (target("v5e").memory_bytes or 0)
+    assert report.seconds is None and report.no_time == "the step does not fit"
+    assert any("because it does not fit: Ran out of memory" in warning for warning in report.warnings)
+
+
+def test_the_limit_is_an_option_of_the_compiler() -> None:
+    options = backend_of(target("v5e")).limit_options
+    assert options(8 * 2**30, target("v5e"), 0) == {TPU_LIMIT: 8192}
+    assert options(16 * 2**30, target("v5e"), 0) == options(None, target("v5e"), 0) == {}
+
+
+def test_a_plan_asks_nothing_of_a_gpu() -> None:
+    plan = rj.plan(job(), "80%", "v5e", timeout=25)
+    assert plan.seconds is not None and plan.timed and plan.device_bytes < 2**30
+    assert not any(word in note for note in plan.notes for word in ("Triton", "cuBLAS", "GPU"))
+
+
+def test_unrolled_layers_are_not_planned_with_offload() -> None:
+    backend = backend_of(target("v5e"))
+    refused = backend.refused_offload(scanned=False, nested=False)
+    assert refused is not None and "scan them" in refused.sentence
+    assert backend.refused_offload(scanned=True, nested=False) is None
+
+
+def test_a_mesh_over_two_slices() -> None:
+    (report,) = measure_many(job(rows=8 * ROWS).on_mesh("data=2,fsdp=4"), ["full"], "2xv5e-4")
+    assert (report.devices, report.hosts) == (8, 2)
+    assert {"all-gather", "reduce-scatter", "all-reduce"} <= {each.kind for each in report.collectives or ()}
+    assert report.exchanges is not None and report.seconds is not None and report.seconds >= (report.compute_seconds or 0)
+    assert "network_bytes_per_s" in report.assumed_rates and not report.untimed
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "hosts", "slices", "shape"),
+    [
+        ("v5e", 1, 1, 1, (1, 1)),
+        ("4xv5e", 4, 1, 1, (2, 2)),
+        ("v5litepod-16", 16, 4, 1, (4, 4)),
+        ("v5p-128", 64, 16, 1, (4, 4, 4)),
+        ("V5P:4x4x8", 128, 32, 1, (4, 4, 8)),
+        ("v5p-3072", 1536, 384, 1, (8, 12, 16)),
+        ("2xv5p-128", 128, 32, 2, (4, 4, 4)),
+        ("v4-64", 32, 8, 1, (2, 4, 4)),
+        ("v6e-256", 256, 64, 1, (16, 16)),
+        ("tpu7x-8", 8, 1, 1, (2, 2, 1)),
+        ("2xtpu7x", 2, 1, 1, (1, 1, 1)),
+        ("TPU v5 lite", 1, 1, 1, (1, 1)),
+    ],
+)
+def test_names_of_slices(name: str, devices: int, hosts: int, slices: int, shape: tuple[int, ...]) -> None:
+    described = target(name)
+    assert (described.devices, described.hosts, described.slices, described.topology) == (devices, hosts, slices, shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v5p-3", "is no slice of v5p, whose names count 2 cores on each chip: the slices are v5p-2, v5p-8, v5p-16"),
+        ("v5e-512", "is no slice of v5e, whose names count chips: the slices are v5e-1"),
+        ("v5e:3x3", "is no slice of v5e: the shapes are 1x1, 2x2, 2x4"),
+        ("v5p:8x4x4", "is no slice of v5p: the shapes are"),
+        ("3xv5e", "there is no slice of 3 devices; slices are 1xv5e, 4xv5e"),
+        ("2x4xv5e", "has several readings"),
+        ("3x2xv5p-8", "has several readings"),
+        ("v9-4", "is not a known target"),
+    ],
+)
+def test_wrong_names_of_slices(name: str, message: str) -> None:
+    with pytest.raises(TargetError, match=re.escape(message)):
+        target(name)
+
+
+def test_a_slice_of_a_users_chip(tmp_path: Path) -> None:
+    table = (Path(google.__file__).with_name("targets.toml")).read_text(encoding="utf-8")
+    start = table.index("[v5e]")
+    mine = table[start : table.index("[v5p]")].replace("v5e.", "mine.").replace("[v5e]", "[mine]")
+    path = tmp_path / "chips.toml"
+    path.write_text(mine, encoding="utf-8")
+    assert target(f"{path}:mine:4x8").devices == target(f"{path}:mine-32").devices == 32
+    path.write_text(mine.replace('topology = "v5e"\n', ""), encoding="utf-8")
+    with pytest.raises(TargetError, match=r"\[mine.compiler\]: {'topology': None}"):
+        target(f"{path}:mine")
+
+
+# --- what is refused, and quiet ---------------------------------------------------------------------------------------
+
+
+def test_a_mesh_of_another_size_and_a_limit_that_is_no_amount() -> None:
+    with pytest.raises(ArgumentError, match="target='4xv5e' has 4 devices, but the mesh of 'stack' .* has 2"):
+        rj.measure(job().on_mesh("data=2"), "full", "4xv5e")
+    with pytest.raises(ArgumentError, match="memory_limit"):
+        rj.measure(job(), "full", "v5e", memory_limit="much")
+
+
+def test_a_compiler_that_is_missing_or_of_another_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    xla = sys.modules["remat_jax.compat.xla"]
+    monkeypatch.setattr(xla, "_libtpu_of_jax", lambda: "9.9.*")
+    with pytest.raises(
+        UnsupportedError, match=r"does not belong to JAX .* needs libtpu==9.9.\*: pip install 'remat-jax\[tpu-compile\]'"
+    ):
+        compat.require_tpu_compiler()
+    monkeypatch.setattr(xla.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match="XLA's TPU compiler is not installed: pip install"):
+        rj.measure(job(), "full", "v5e")
+
+
+def test_libtpu_is_quiet_where_there_is_no_tpu(tmp_path: Path) -> None:
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", *google.QUIET, google.MARK)
+    }
+    script = "import remat_jax, jax; print(jax.devices()[0].platform)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
+    assert (run.stdout, run.stderr) == ("cpu\n", "")
+    card, chip = tmp_path / "card", tmp_path / "chip"
+    for device, kind in ((card, "0x020000"), (chip, "0x088000")):
+        assert not google.has_tpu(tmp_path)
+        device.mkdir()
+        (device / "vendor").write_text("0x1ae0\n")
+        (device / "class").write_text(kind)
+    assert google.has_tpu(tmp_path)
+
+
+def test_variables_of_this_package_are_removed_where_there_is_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*google.QUIET, google.MARK):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "mine")
+    google.quiet_without_tpu()
+    assert os.environ["TPU_SKIP_MDS_QUERY"] == "1" and os.environ["TPU_WORKER_HOSTNAMES"] == "mine"
+    monkeypatch.setattr(google, "has_tpu", lambda: True)
+    google.quiet_without_tpu()
+    assert os.environ.get("TPU_SKIP_MDS_QUERY") is None and os.environ["TPU_WORKER_HOSTNAMES"] == "mine"
