@@ -1,7 +1,7 @@
 """Google TPUs, which need not be present: libtpu, the TPU compiler of `jax[tpu]`, compiles for a described slice.
 
 The sizes are those of the compiler's buffer assignment, by which the compiler decides whether a step fits. `temp` of JAX's
-`memory_analysis` is larger for scans, although nothing else is allocated (`docs/notes/tpu_memory.md`). XLA:TPU refuses a step
+`memory_analysis` is larger for scans, although nothing else is allocated (`docs/notes/tpu.md`). XLA:TPU refuses a step
 that exceeds the chip after it has assigned the buffers, so the sizes of such a step are known, but not its time.
 """
 
@@ -72,7 +72,7 @@ class TpuBackend(Backend):
             return None
         reason = "XLA:TPU copies the offloaded residuals of unrolled layers back at once"
         return RefusedOffload(
-            reason, f"{reason} (docs/notes/tpu_offload.md), so unrolled layers offload nothing here; scan them"
+            reason, f"{reason} (docs/notes/tpu.md), so unrolled layers offload nothing here; scan them"
         )
 
     def entry(self, folder: Path) -> dict[str, Any]:

@@ -1,0 +1,153 @@
+"""`python docs/notes/tpu.py`: what XLA:TPU says of memory, and where it puts the offloaded inputs of unrolled layers.
+
+Compiles for a described v5p, so it needs `pip install 'jax[tpu]'` and no TPU. Prints the two tables of `tpu.md`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")
+os.environ.update(TPU_LOG_DIR="disabled")
+
+import jax
+import jax.numpy as jnp
+from jax import export, lax
+from jax.experimental import topologies
+
+LAYERS, WIDTH, ROWS, MIB = 8, 2048, 16384, 2**20
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+Weights = tuple[jax.Array, jax.Array]
+
+
+def layer(x: jax.Array, w: Weights) -> jax.Array:
+    """A block whose only residual is its input."""
+    return x + jnp.tanh(x @ w[0]) @ w[1]
+
+
+def never(array: jax.Array) -> jax.Array:
+    """0, computed from an array in a way that no compiler sees through: k (k + 1) is even."""
+    k = lax.bitcast_convert_type(array.ravel()[0], jnp.int16).astype(jnp.int32)
+    return lax.rem(k * (k + 1), 2)
+
+
+def at(ws: Weights, place: int) -> Weights:
+    """The weights of one layer."""
+    return ws[0][place], ws[1][place]
+
+
+def scanned(ws: Weights, x: jax.Array) -> Any:
+    """The gradients of scanned layers with checkpoints."""
+
+    def loss(ws: Weights) -> jax.Array:
+        last, _ = lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), jnp.sin(x), ws)
+        return (last.astype(jnp.float32) ** 2).mean()
+
+    return jax.grad(loss)(ws)
+
+
+def unrolled(fetch: Callable[[jax.Array, jax.Array], jax.Array] | None) -> Callable[[Weights, jax.Array], Any]:
+    """The gradients of unrolled layers, each input on the host and copied back by `fetch`; with None on the device."""
+
+    @jax.custom_vjp
+    def block(x: jax.Array, w: Weights) -> jax.Array:
+        return layer(x, w)
+
+    def forward(x: jax.Array, w: Weights) -> Any:
+        return layer(x, w), (x if fetch is None else jax.device_put(x, HOST), w)
+
+    def backward(kept: Any, ct: jax.Array) -> Any:
+        x, w = kept
+        x, ct = lax.optimization_barrier((x, ct)) if fetch is None else (fetch(x, ct), ct)
+        return jax.vjp(layer, x, w)[1](ct)
+
+    block.defvjp(forward, backward)
+
+    def gradients(ws: Weights, x: jax.Array) -> Any:
+        def loss(ws: Weights) -> jax.Array:
+            last = jnp.sin(x)
+            for place in range(LAYERS):
+                last = block(last, at(ws, place))
+            return (last.astype(jnp.float32) ** 2).mean()
+
+        return jax.grad(loss)(ws)
+
+    return gradients
+
+
+def stacked(ws: Weights, x: jax.Array) -> Any:
+    """The gradients with all inputs in one array on the host, each read at a place that depends on the cotangent."""
+    weights = [at(ws, place) for place in range(LAYERS)]
+    x, stack = jnp.sin(x), jax.device_put(jnp.zeros((LAYERS * ROWS, WIDTH), x.dtype), HOST)
+    for place, w in enumerate(weights):
+        stack = lax.dynamic_update_slice(stack, jax.device_put(x, HOST), (place * ROWS, 0))
+        x = layer(x, w)
+    ct, gradients = (2 * x / x.size).astype(x.dtype), []
+    for place, w in reversed(list(enumerate(weights))):
+        kept = jax.device_put(lax.dynamic_slice(stack, (place * ROWS + never(ct), 0), (ROWS, WIDTH)), DEVICE)
+        ct, gradient = jax.vjp(layer, kept, w)[1](ct)
+        gradients.append(gradient)
+    return jax.tree.map(lambda *each: jnp.stack(each), *gradients[::-1])
+
+
+def barrier(kept: jax.Array, ct: jax.Array) -> jax.Array:
+    """The copy back behind an optimization barrier with the cotangent, as on a GPU."""
+    return jax.device_put(lax.optimization_barrier((kept, ct))[0], DEVICE)
+
+
+FORMS: dict[str, tuple[str, Callable[[Weights, jax.Array], Any]]] = {
+    "scan": ("on the device", scanned),
+    "unrolled": ("on the device", unrolled(None)),
+    "unrolled, offloaded": ("on the host, behind a barrier", unrolled(barrier)),
+    "unrolled, stacked": ("in one array on the host, at a place that depends on the cotangent", stacked),
+}
+
+
+def sizes(function: Callable[[Weights, jax.Array], Any], device: Any) -> dict[str, int]:
+    """In bytes: JAX's `temp`, and the compiler's allocations that are neither arguments nor results, on device and host."""
+
+    def step(ws: Weights, x: jax.Array) -> Any:
+        return jax.tree.map(lambda w, g: w - g, ws, function(ws, x))
+
+    def struct(*shape: int, **place: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, **place)
+
+    shapes = ((struct(LAYERS, WIDTH, 4 * WIDTH), struct(LAYERS, 4 * WIDTH, WIDTH)), struct(ROWS, WIDTH))
+    checks = [export.DisabledSafetyCheck.custom_call("annotate_device_placement")]
+    exported = export.export(jax.jit(step), platforms=["tpu"], disabled_checks=checks)(*shapes)
+    place = jax.sharding.SingleDeviceSharding(device)
+    placed = jax.tree.map(lambda each: struct(*each.shape, sharding=place), shapes)
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        compiled = jax.jit(exported.call, donate_argnums=0).lower(*placed).compile(compiler_options=options)
+        (path,) = Path(folder).glob("*after_optimizations-buffer-assignment.txt")
+        text = path.read_text(encoding="utf-8")
+    allocations = re.findall(
+        r"^allocation \d+: size (\d+)((?:, color \d+)?)((?:, page \d+)?), preallocated-temp", text, re.MULTILINE
+    )
+    return {
+        "memory_analysis": compiled.memory_analysis().temp_size_in_bytes,
+        "device": sum(int(size) for size, space, _ in allocations if not space),
+        "host": sum(int(size) for size, space, _ in allocations if space == ", color 5"),
+    }
+
+
+def main() -> None:
+    """Print the table."""
+    device = topologies.get_topology_desc("v5p:1x1x1", "tpu", chips_per_host_bounds=(1, 1, 1)).devices[0]
+    print(f"{LAYERS} layers, block inputs of {LAYERS * ROWS * WIDTH * 2 / MIB:.0f} MiB in all, JAX {jax.__version__}\n")
+    print("| layers | inputs | `temp` of `memory_analysis` | temp as allocated | on the host |")
+    print("| --- | --- | ---: | ---: | ---: |")
+    for name, (where, function) in FORMS.items():
+        found = sizes(function, device)
+        cells = " | ".join(f"{found[key] / MIB:.0f} MiB" for key in ("memory_analysis", "device", "host"))
+        print(f"| {name} | {where} | {cells} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
