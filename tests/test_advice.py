@@ -27,11 +27,11 @@ from remat_jax.memory.advice import (
     SCORES,
     STATE,
     Advice,
-    _kernel_for,
     micro_batches_divide,
     sums_of_heads,
     undonated_arguments,
 )
+from remat_jax.memory.compile.backends import backend_of
 
 pytestmark = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 
@@ -372,4 +372,6 @@ def test_attention_whose_weights_are_changed_or_returned_is_not_offered_a_kernel
 def test_cudnns_attention_is_offered_only_where_it_runs(dtype: Any, features: int, suits: bool) -> None:
     (product,) = softmax_products(jax.make_jaxpr(attend)(jax.ShapeDtypeStruct((2, 4, 256, features), dtype)))
     assert product.suits_cudnn is suits
-    assert ("cudnn" in _kernel_for([product])) is suits and "never stores the scores" in _kernel_for([product])
+    text = backend_of(target_named("h200")).attention_kernel(suits_cudnn=suits)
+    assert ("implementation" in text) is suits and "never stores the scores" in text
+    assert "splash_attention" in backend_of(target_named("v5e")).attention_kernel(suits_cudnn=suits)

@@ -213,9 +213,11 @@ def test_make_installs_the_pinned_torch_and_none_when_told(tmp_path):
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
     assert f"install -q -c constraints.txt 'torch=={pins()['torch']}'" in plan()
-    assert "-e '.[gpu-compile,test,dev,docs,torch]'" in plan()
+    assert "-e '.[gpu-compile,tpu-compile,test,dev,docs,torch]'" in plan()
     without = plan("TORCH=")
-    assert "torch" not in without and "constraints" not in without and "-e '.[gpu-compile,test,dev,docs]'" in without
+    assert (
+        "torch" not in without and "constraints" not in without and "-e '.[gpu-compile,tpu-compile,test,dev,docs]'" in without
+    )
 
 
 def test_nothing_names_a_machine():

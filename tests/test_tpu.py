@@ -112,7 +112,7 @@ def test_the_limit_is_an_option_of_the_compiler() -> None:
 
 
 def test_a_plan_asks_nothing_of_a_gpu() -> None:
-    plan = rj.plan(job(), "80%", "v5e", timeout=60)
+    plan = rj.plan(job(), "80%", "v5e")
     assert plan.seconds is not None and plan.timed and plan.device_bytes < 2**30
     assert not any(word in note for note in plan.notes for word in ("Triton", "cuBLAS", "GPU"))
 

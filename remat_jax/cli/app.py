@@ -38,8 +38,8 @@ _GRAMMAR = (
 )
 
 _SEVERAL = (
-    "8xh100 means eight GPUs, 8x8xh200 eight hosts with eight GPUs each; FILE.toml:NAME is a target in a file of your own, "
-    "in the form of remat_jax/hardware/targets.toml."
+    "8xh100 means eight GPUs, 8x8xh200 eight hosts with eight GPUs each; v5p-128 and v5p:4x4x4 a slice of TPUs, 2xv5p-128 "
+    "two slices; FILE.toml:NAME is a target in a file of your own, in the form of remat_jax/hardware/targets.toml."
 )
 
 _RATES = (

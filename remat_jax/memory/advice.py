@@ -12,6 +12,8 @@ import jax.numpy as jnp
 
 from remat_jax import compat
 from remat_jax.core.softmax_products import SoftmaxProduct, softmax_products
+from remat_jax.hardware import Target
+from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.hlo.live import RESULT, LiveBuffer, Timeline
 from remat_jax.memory.hlo.text import arrays_of
@@ -67,22 +69,22 @@ def traced_products(workload: Workload) -> tuple[SoftmaxProduct, ...]:
     return softmax_products(jax.make_jaxpr(function)(*arguments))
 
 
-def advise(workload: Workload, sizes: Sizes, products: tuple[SoftmaxProduct, ...], devices: int = 1) -> tuple[Advice, ...]:
+def advise(workload: Workload, sizes: Sizes, products: tuple[SoftmaxProduct, ...], target: Target) -> tuple[Advice, ...]:
     """Changes that would each free at least 2 % of a compiled step's device memory, the largest first; empty for the CPU.
 
-    `sizes` are the compiled sizes of the workload's step under any policy on a mesh of `devices` devices; `products` are the
-    workload's `traced_products`.
+    `sizes` are the compiled sizes of the workload's step under any policy, compiled for `target`; `products` are the workload's
+    `traced_products`.
     """
     if sizes.timeline is None:
         return ()
-    adviser = _Adviser(workload, sizes, sizes.timeline, products, devices)
+    adviser = _Adviser(workload, sizes, sizes.timeline, products, target)
     worth = [advice for advice in adviser.all() if advice.bytes >= LEAST * sizes.device]
     return tuple(sorted(worth, key=lambda advice: -advice.bytes))
 
 
-def largest_advice(workload: Workload, sizes: Sizes, devices: int = 1) -> str | None:
+def largest_advice(workload: Workload, sizes: Sizes, target: Target) -> str | None:
     """`largest` of the advice for a compiled step."""
-    return largest(advise(workload, sizes, traced_products(workload), devices), sizes)
+    return largest(advise(workload, sizes, traced_products(workload), target), sizes)
 
 
 def largest(advice: tuple[Advice, ...], sizes: Sizes) -> str | None:
@@ -92,9 +94,9 @@ def largest(advice: tuple[Advice, ...], sizes: Sizes) -> str | None:
 
 class _Adviser:
     def __init__(
-        self, workload: Workload, sizes: Sizes, timeline: Timeline, products: tuple[SoftmaxProduct, ...], devices: int
+        self, workload: Workload, sizes: Sizes, timeline: Timeline, products: tuple[SoftmaxProduct, ...], target: Target
     ) -> None:
-        self.workload, self.sizes, self.timeline, self.products, self.devices = workload, sizes, timeline, products, devices
+        self.workload, self.sizes, self.timeline, self.products, self.target = workload, sizes, timeline, products, target
         self.step = workload.step("off")
         self.arguments = dict(zip(self.step.names, self.step.local_arguments, strict=True)) if self.step.names else {}
         self.parameters = {name: tree for name, tree in self.arguments.items() if "parameters" in name}
@@ -105,7 +107,13 @@ class _Adviser:
         chunked = f"rj.in_chunks(head_loss, {CHUNKS}, axis=…), a head and its loss in {CHUNKS} chunks"
         heads, scores = ([each for each in self.products if each.is_head is is_head] for is_head in (True, False))
         yield from self._products(HEAD, "logits", heads, 1 / CHUNKS, chunked)
-        yield from self._products(SCORES, "attention scores", scores, 0, _kernel_for(scores))
+        yield from self._products(
+            SCORES,
+            "attention scores",
+            scores,
+            0,
+            backend_of(self.target).attention_kernel(suits_cudnn=all(product.suits_cudnn for product in scores)),
+        )
         yield from self._state()
         yield from self._micro_batches()
         yield from self._donation()
@@ -145,7 +153,8 @@ class _Adviser:
     def _has_classes(self, buffer: LiveBuffer, product: SoftmaxProduct) -> bool:
         """Whether a dimension of a buffer may be one device's part of the classes of a head."""
         return any(
-            dim and product.classes % dim == 0 and self.devices % (product.classes // dim) == 0 for dim in _dims(buffer.shape)
+            dim and product.classes % dim == 0 and self.target.devices % (product.classes // dim) == 0
+            for dim in _dims(buffer.shape)
         )
 
     def _is_unnamed(self, buffer: LiveBuffer) -> bool:
@@ -156,7 +165,7 @@ class _Adviser:
     def _is_part(self, buffer: LiveBuffer, elements: int) -> bool:
         """Whether a buffer may be one device's part of an array with `elements` elements."""
         part = _elements(buffer.shape)
-        return part > 0 and elements % part == 0 and self.devices % (elements // part) == 0
+        return part > 0 and elements % part == 0 and self.target.devices % (elements // part) == 0
 
     def _state(self) -> Iterator[Advice]:
         state = self.arguments.get("optimizer state")
@@ -254,17 +263,6 @@ def sums_of_heads(parameters: Any, products: Iterable[SoftmaxProduct]) -> int:
         for leaves in ([leaf for leaf in jax.tree.leaves(parameters) if size in leaf.shape] for size in classes)
     )
     return sum(max(sizes, default=0) for sizes in added)
-
-
-def _kernel_for(scores: list[SoftmaxProduct]) -> str:
-    """The code for attention that never stores `scores`. cuDNN takes only some dtypes and sizes."""
-    cudnn = 'jax.nn.dot_product_attention(q, k, v, implementation="cudnn")'
-    if all(product.suits_cudnn for product in scores):
-        return f"{cudnn}, or another kernel that never stores the scores"
-    return (
-        "an attention kernel that never stores the scores, such as jax.experimental.pallas.ops.gpu.attention.mha; cuDNN's "
-        "takes only bfloat16 and float16, and at most 128 features of a head, a multiple of 8"
-    )
 
 
 def in_bfloat16(params: Any) -> Any:

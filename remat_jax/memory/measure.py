@@ -218,7 +218,7 @@ def _measured(
     for policy, baseline, table in zip(policies, baselines, tables, strict=True):
         without = None if baseline is None else sizes[baseline]
         report = _report(workload, policy, table, described, sizes[policy], without)
-        advice = advise(workload, sizes[policy], products, described.devices)
+        advice = advise(workload, sizes[policy], products, described)
         effect = None if is_off(policy) else _drops_little(report, without_policy)
         reports.append(replace(report, memory_limit=limit, advice=advice, effect_warning=effect))
     if not described.attached:

@@ -105,7 +105,7 @@ def infeasible(workload: Workload, least: Tried, budget: int, host_budget: int |
         )
     sizes: Sizes | None = compiled.sizes
     held = {} if sizes is None else held_by(workload, sizes)
-    advice = None if sizes is None else largest_advice(workload, sizes, target.devices)
+    advice = None if sizes is None else largest_advice(workload, sizes, target)
     host = f" with host_budget={host_budget} ({format_bytes(host_budget)})" if host_budget is not None else ""
     return InfeasibleBudget(
         f"budget={budget} ({format_bytes(budget)}){host}: no policy of {workload.name!r} fits on {target.name}. The least "

@@ -264,7 +264,7 @@ class _Planner:
         if sizes.warning is not None:
             self.findings.append(warning("miscompiled", f"{sizes.warning[0].upper()}{sizes.warning[1:]}"))
         if candidate.name not in KEEP_ALL:
-            self.advice = advise(self.workload, sizes, traced_products(self.workload), self.target.devices)
+            self.advice = advise(self.workload, sizes, traced_products(self.workload), self.target)
             self.findings += [info("beyond", text) for text in filter(None, [largest(self.advice, sizes)])]
 
     def beyond(self, made: Plan) -> tuple[Beyond, ...]:

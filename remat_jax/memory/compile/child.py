@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -78,8 +79,9 @@ def devices(request: dict[str, Any]) -> list[Any]:
 
 
 def first_sentences(message: str) -> str:
-    """The first line of an error message, without the name of the status and the program's identifiers."""
-    return message.partition("\n")[0].partition(": ")[2].partition(" HLO module:")[0].strip().rstrip(".")
+    """The first line of an error message, without the name and number of the status and the program's identifiers."""
+    line = message.partition("\n")[0].partition(" HLO module:")[0]
+    return re.sub(r"^[A-Z_]+: (E\d+: \w+: )?", "", line).strip().rstrip(".")
 
 
 class PinnedHost(jax.sharding.SingleDeviceSharding):

@@ -46,10 +46,12 @@ def check_size(mesh: AbstractMesh, target: Target, called: str) -> None:
     """Raise unless the mesh has as many devices as the target; `called` describes the mesh in the message."""
     if mesh.size != target.devices:
         single = re.sub(r"^(\d+x){1,2}", "", target.name)
+        such = f"'{mesh.size}x{single}' in one host ('8x8x{single}' has 64 in eight hosts)"
+        if target.topology:
+            such = f"'{mesh.size}x{re.split('[-:]', single)[0]}' in one slice"
         raise ArgumentError(
             f"target={target.name!r} has {target.devices} device{'s' * (target.devices > 1)}, but {called} has {mesh.size}: "
-            f"ask for {mesh.size}, such as '{mesh.size}x{single}' in one host ('8x8x{single}' has 64 in eight hosts), or "
-            "change the mesh"
+            f"ask for {mesh.size}, such as {such}, or change the mesh"
         )
 
 

@@ -72,6 +72,10 @@ class Backend(abc.ABC):
         """Why the residuals of a block in a scan (`nested`: inside another scan) cannot be offloaded; None if they can."""
         return None
 
+    def attention_kernel(self, *, suits_cudnn: bool) -> str:
+        """Advice for attention whose scores are in memory: a kernel that never stores them, as code or in words."""
+        return "an attention kernel that never stores the scores"
+
     def entry(self, folder: Path) -> dict[str, Any]:
         """What is asked about one program: `compiler_options`, and perhaps `text`, the file for the compiled text."""
         return {"compiler_options": {}}

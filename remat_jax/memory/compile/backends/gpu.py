@@ -83,6 +83,16 @@ class GpuBackend(Backend):
         reason = "XLA cannot compile offload in a scan inside another scan"
         return RefusedOffload(reason, f"{reason} for GPUs (maxtext#4990)") if nested else None
 
+    def attention_kernel(self, *, suits_cudnn: bool) -> str:
+        """cuDNN's kernel, which takes only some dtypes and sizes, or JAX's in Pallas."""
+        if suits_cudnn:
+            cudnn = 'jax.nn.dot_product_attention(q, k, v, implementation="cudnn")'
+            return f"{cudnn}, or another kernel that never stores the scores"
+        return (
+            f"{super().attention_kernel(suits_cudnn=False)}, such as jax.experimental.pallas.ops.gpu.attention.mha; cuDNN's "
+            "takes only bfloat16 and float16, and at most 128 features of a head, a multiple of 8"
+        )
+
     def entry(self, folder: Path) -> dict[str, Any]:
         """XLA's dump, and the final text of a program that uses host memory."""
         return {"compiler_options": NEVER_RUN | dump_options(folder / _DUMP), "host_text": str(folder / _TEXT)}

@@ -71,9 +71,11 @@ class TpuBackend(Backend):
         if scanned:
             return None
         reason = "XLA:TPU copies the offloaded residuals of unrolled layers back at once"
-        return RefusedOffload(
-            reason, f"{reason} (docs/notes/tpu.md), so unrolled layers offload nothing here; scan them"
-        )
+        return RefusedOffload(reason, f"{reason} (docs/notes/tpu.md), so unrolled layers offload nothing here; scan them")
+
+    def attention_kernel(self, *, suits_cudnn: bool) -> str:
+        """JAX's kernel in Pallas."""
+        return f"{super().attention_kernel(suits_cudnn=False)}, such as jax.experimental.pallas.ops.tpu.splash_attention"
 
     def entry(self, folder: Path) -> dict[str, Any]:
         """XLA's dump, and the final text, which alone has the compiler's estimates of cycles."""
