@@ -19,7 +19,7 @@ import pytest
 
 import remat_jax as rj
 from remat_jax.errors import NoEffectError, PlanningError, RematError
-from remat_jax.memory.compile.options import GRAPHS, OPTION
+from remat_jax.memory.compile.options import GRAPHS, OPTION, TPU_LIMIT
 from remat_jax.planning import files
 from remat_jax.planning.model import Model, find_block
 from remat_jax.planning.page import page
@@ -170,10 +170,23 @@ def test_the_keys_are_the_attribute_names():
             "must be a list of kinds, such as 'FUSION,",
         ),
         (lambda data: data.update(compiler_options={GRAPHS: []}), "must be a list of kinds, such as 'FUSION,"),
-        (lambda data: data.update(compiler_options={OPTION: 0}), "the factor is an integer from 1 to 100"),
-        (lambda data: data.update(compiler_options={OPTION: 101}), "the factor is an integer from 1 to 100"),
-        (lambda data: data.update(compiler_options={OPTION: "29"}), "the factor is an integer from 1 to 100"),
-        (lambda data: data.update(compiler_options={OPTION: True}), "the factor is an integer from 1 to 100"),
+        (
+            lambda data: data.update(compiler_options={OPTION: 0}),
+            "xla_gpu_memory_limit_slop_factor is an integer from 1 to 100",
+        ),
+        (
+            lambda data: data.update(compiler_options={OPTION: 101}),
+            "xla_gpu_memory_limit_slop_factor is an integer from 1 to 100",
+        ),
+        (
+            lambda data: data.update(compiler_options={OPTION: "29"}),
+            "xla_gpu_memory_limit_slop_factor is an integer from 1 to 100",
+        ),
+        (
+            lambda data: data.update(compiler_options={OPTION: True}),
+            "xla_gpu_memory_limit_slop_factor is an integer from 1 to 100",
+        ),
+        (lambda data: data.update(compiler_options={TPU_LIMIT: 0}), "xla_tpu_max_hbm_size_mib is an integer from 1 to"),
         (lambda data: data["parts"][0].update(rows="all"), "rows=all is not a list"),
     ],
 )

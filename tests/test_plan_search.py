@@ -209,6 +209,9 @@ def test_what_was_not_compiled_is_estimated_at_the_pace_of_its_family():
     fit.tried.append(Tried(mix, Compiled(1, 0, sizes=SimpleNamespace(seconds=3 * (10 + mix.seconds))), 1))
     assert times.pace_of(replace(mix, cuts=(1,))) == pytest.approx(3.0)
     assert times.pace_of(replace(made((NAMED["full"],) * 5 + (NAMED["dots"],)), near=off)) == 2.0
+    # The compiler of a TPU refuses a step that is too large: it says the memory, but no time.
+    fit.tried.append(Tried(everything, Compiled(1, 0, False, SimpleNamespace(seconds=None, refusal="too large")), 1))
+    assert times.compiled and not fit.fits(fit.tried.pop())
     fit.tried.append(Tried(everything, Compiled(1, 0, sizes=SimpleNamespace(seconds=None)), 1))
     assert (times.pace, times.of(full)) == (1.0, (10 + full.seconds, False)), "of a kind, or none"
 

@@ -132,7 +132,7 @@ class Compiled:
     """The compiled memory of a candidate.
 
     Attributes:
-      sound: False if compilation failed or the program may be miscompiled.
+      sound: False if compilation failed, the program may be miscompiled, or the compiler refused it as too large.
       sizes, program: all figures from the compiler, and the program that it compiled; None if compilation failed.
     """
 
@@ -141,6 +141,11 @@ class Compiled:
     sound: bool = True
     sizes: Any = field(default=None, compare=False)
     program: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def refused(self) -> bool:
+        """Whether the compiler refused the step because it does not fit the device; its memory is known, but not its time."""
+        return bool(getattr(self.sizes, "refusal", ""))
 
     @property
     def seconds(self) -> float | None:

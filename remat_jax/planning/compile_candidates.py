@@ -99,7 +99,7 @@ class Compiler:
                 limit = candidate.memory_limit
                 sizes = compile_programs([program], self.target, timeout=left, memory_limit=limit, **shared)[program.key]
                 is_wrong = candidate.host_bytes > 0 and sizes.is_miscompiled
-                return Compiled(sizes.device, sizes.host, not is_wrong, sizes, program)
+                return Compiled(sizes.device, sizes.host, not is_wrong and not sizes.refusal, sizes, program)
 
             # Each step is submitted by itself: a failing step does not affect others, and tracing overlaps compilation.
             futures = [self._submitted(pool, compiled, *pair) for pair in zip(keys, candidates, strict=True)]

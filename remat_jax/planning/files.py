@@ -14,7 +14,7 @@ from typing import Any
 
 from remat_jax.core.marks import CHECKPOINTS
 from remat_jax.errors import ArgumentError, PlanningError, RematError
-from remat_jax.memory.compile.options import GRAPHS, OPTION
+from remat_jax.memory.compile.options import GRAPHS, OPTION, TPU_LIMIT
 from remat_jax.memory.compile.options import KINDS as GRAPH_KINDS
 from remat_jax.planning.changes import CHANGES
 from remat_jax.planning.findings import KINDS, SEVERITIES, PlanFinding
@@ -34,8 +34,8 @@ MOST_BYTES = 64 * 2**20
 """The maximum size of a plan file."""
 MOST_RUNS = 10_000
 """The maximum number of runs of one block: no model has more layers, and the time to read them is quadratic."""
-MOST_FACTOR = 100
-"""The largest value of XLA's memory-limit option, in per cent."""
+MOST_FACTOR, MOST_MIB = 100, 2**30
+"""The largest values of the memory-limit options of XLA:GPU, in per cent, and of XLA:TPU, in MiB."""
 _MOST = 2**127
 """Every count is below this. 2⁶³ is too small: the FLOPs of a large cluster's step exceed it."""
 _ACTIONS = ("save", "offload", "recompute")
@@ -180,11 +180,14 @@ def _one_of(words: Collection[str]) -> _Check:
 
 def _compiler_options(value: Any, name: str) -> dict[str, int | str]:
     """Accept only the options that a plan may have, because the options are passed to the compiler."""
-    if not isinstance(value, dict) or set(value) - {OPTION, GRAPHS}:
-        raise _Malformed(f"{name}={ascii(value)[:80]}: expected an object with no other keys than {OPTION!r} and {GRAPHS!r}")
-    factor = value.get(OPTION, 1)
-    if type(factor) is not int or not 1 <= factor <= MOST_FACTOR:
-        raise _Malformed(f"{name}={ascii(value)[:80]}: the factor is an integer from 1 to {MOST_FACTOR}")
+    limits = {OPTION: MOST_FACTOR, TPU_LIMIT: MOST_MIB}
+    if not isinstance(value, dict) or set(value) - {*limits, GRAPHS}:
+        others = ", ".join(map(repr, limits))
+        raise _Malformed(f"{name}={ascii(value)[:80]}: expected an object with no other keys than {others} and {GRAPHS!r}")
+    for option, most in limits.items():
+        limit = value.get(option, 1)
+        if type(limit) is not int or not 1 <= limit <= most:
+            raise _Malformed(f"{name}={ascii(value)[:80]}: {option} is an integer from 1 to {most}")
     kinds = value.get(GRAPHS, "FUSION")
     if not isinstance(kinds, str) or not re.fullmatch(r"[A-Z_]{1,40}(,[A-Z_]{1,40}){0,20}", kinds):
         raise _Malformed(f"{name}={ascii(value)[:120]}: {GRAPHS!r} must be a list of kinds, such as {GRAPH_KINDS!r}")

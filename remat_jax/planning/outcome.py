@@ -36,7 +36,6 @@ def outcome(
     def point(candidate: StepCandidate) -> Point:
         tried, (seconds, timed) = fit.known(candidate), times.of(candidate)
         failed = tried is not None and tried.compiled.device_bytes == FAILED
-        unsound = tried is not None and not tried.compiled.sound
         return Point(
             candidate.name,
             None if failed else fit.shown(candidate),
@@ -44,7 +43,7 @@ def outcome(
             seconds,
             tried is not None,
             parts_of(described, stack, candidate),
-            "it could not be compiled" if failed else "its compiled step must not be run" if unsound else "",
+            _remark(tried),
             timed,
         )
 
@@ -75,6 +74,15 @@ def outcome(
         "is_maximal": is_best and more.is_maximal(known),
         "offload_needed": without_host.offload_needed(known, best.candidate),
     }
+
+
+def _remark(tried: Tried | None) -> str:
+    """Why the plan cannot be this compiled step; empty if it can."""
+    if tried is None or tried.compiled.sound:
+        return ""
+    if tried.compiled.device_bytes == FAILED:
+        return "it could not be compiled"
+    return "the compiler refuses it: too large" if tried.compiled.refused else "its compiled step must not be run"
 
 
 def parts_of(described: Described, stack: Stack, candidate: StepCandidate) -> tuple[Part, ...]:

@@ -25,19 +25,23 @@ class Times:
     @property
     def compiled(self) -> bool:
         """Whether every compiled step has a compiled time."""
-        compiled = self.fit.compiled
-        return bool(compiled) and all(step.compiled.seconds for step in compiled)
+        return bool(self._compiled) and all(step.compiled.seconds for step in self._compiled)
+
+    @property
+    def _compiled(self) -> list[Tried]:
+        """The compiled steps without those that the compiler refused, whose time is not known on any device."""
+        return [step for step in self.fit.compiled if not step.compiled.refused]
 
     @property
     def pace(self) -> float:
         """The median ratio of compiled to traced time over the compiled steps; 1 if traced times are used."""
-        return self._median(self.fit.compiled)
+        return self._median(self._compiled)
 
     def pace_of(self, candidate: StepCandidate) -> float:
         """The pace of the step that is near (`StepCandidate.near`), else of the family, or `pace` if none is compiled."""
-        near = [step for step in self.fit.compiled if step.candidate == candidate.near]
-        family = [step for step in self.fit.compiled if step.candidate.family == candidate.family]
-        return self._median(near or family or self.fit.compiled)
+        near = [step for step in self._compiled if step.candidate == candidate.near]
+        family = [step for step in self._compiled if step.candidate.family == candidate.family]
+        return self._median(near or family or self._compiled)
 
     def _median(self, steps: list[Tried]) -> float:
         if not self.compiled:
