@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import functools
 import importlib
 import importlib.metadata
@@ -132,11 +131,19 @@ def require_tpu_compiler() -> None:
     remedy = "pip install 'remat-jax[tpu-compile]' (libtpu; no TPU is needed), or use target='cpu'"
     if importlib.util.find_spec("libtpu") is None:
         raise UnsupportedError(f"XLA's TPU compiler is not installed: {remedy}")
-    wanted, version = _libtpu_of_jax(), importlib.metadata.version("libtpu")
-    if wanted is not None and not fnmatch.fnmatchcase(version, wanted):
+    wanted, version = _libtpu_of_jax(), _version_of("libtpu")
+    if wanted is not None and version is not None and not f"{version}.".startswith(wanted.removesuffix("*")):
         raise UnsupportedError(
             f"libtpu {version} does not belong to JAX {jax.__version__}, which needs libtpu=={wanted}: {remedy}"
         )
+
+
+def _version_of(package: str) -> str | None:
+    """The version of an installed package; None if a package of another name provides its module, such as a nightly build."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @functools.cache

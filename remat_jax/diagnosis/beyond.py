@@ -41,6 +41,7 @@ from remat_jax.memory.advice import (
     in_bfloat16,
     undonated_arguments,
 )
+from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.mesh import under
@@ -69,7 +70,7 @@ def compiled_advice(
 
 def _compiled(workload: Workload, policy: Any, advice: Advice, report: MemoryReport, target: Target, timeout: float) -> Advice:
     step = _changed_step(workload, policy, advice)
-    if step is None:
+    if step is None or (advice.what == SCORES and not backend_of(target).has_gpu_flags):  # the kernel is one for GPUs
         return advice
     try:
         program = export_step(advice.what, step, target)

@@ -14,6 +14,7 @@ from remat_jax.diagnosis.findings import Finding
 from remat_jax.diagnosis.watch import Observed, contains_live_region, is_region
 from remat_jax.hardware import Target
 from remat_jax.memory import MemoryReport
+from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.sizes import Sizes
@@ -90,12 +91,14 @@ _SCHEDULER_FLAG = re.compile(_SCHEDULER + r"(?:=(\S+))?(?=\s|$)")
 
 
 def compiled_traps(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
-    """The traps that show in the step compiled for the GPU `target`."""
+    """The traps that show in the step compiled for the GPU or TPU `target`."""
     yield from offload_came_to_nothing(observed, report)
     yield from frees_nothing(observed, report, target, timeout)
-    yield from pinned_pool(observed, report.host_bytes_per_host)
     yield from host_memory(report)
     yield from last_block_offloaded(observed, target)
+    if not backend_of(target).has_gpu_flags:
+        return
+    yield from pinned_pool(observed, report.host_bytes_per_host)
     yield from xla_rematerialization(observed, report, target, timeout)
     yield from latency_hiding_scheduler(observed, report, target, timeout)
     yield from copies_not_hidden(observed, report, target, timeout)

@@ -21,8 +21,8 @@ QUIET = {
 MARK = "REMAT_JAX_QUIET_LIBTPU"
 """This environment variable names the variables of `QUIET` that this package set; the others are the user's."""
 
-_GOOGLE, _NETWORK = "0x1ae0", "0x02"
-"""The PCI vendor, and the beginning of the PCI class of network cards, which the vendor makes too."""
+_GOOGLE, _OTHERS = "0x1ae0", ("0x01", "0x02")
+"""The PCI vendor, and the beginnings of the PCI classes of disks and network cards, which the vendor makes too."""
 
 
 def has_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
@@ -35,7 +35,7 @@ def has_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
             return ""
 
     found = devices.iterdir() if devices.is_dir() else ()
-    return any(content(each, "vendor") == _GOOGLE and not content(each, "class").startswith(_NETWORK) for each in found)
+    return any(content(each, "vendor") == _GOOGLE and not content(each, "class").startswith(_OTHERS) for each in found)
 
 
 def quiet_without_tpu() -> None:

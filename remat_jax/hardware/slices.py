@@ -61,7 +61,7 @@ def slice_name(name: str) -> SliceName | None:
     ((4, 8), None)
     """
     match = _NAME.fullmatch(name)
-    if match is None or match["slices"] == "0":
+    if match is None or not int(match["slices"] or 1):
         return None
     shape = tuple(int(length) for length in (match["shape"] or "").split("x") if length)
     return SliceName(int(match["slices"] or 1), match["chip"], shape, int(match["count"] or 0))
@@ -74,7 +74,7 @@ def split_path(name: str) -> tuple[str | None, str]:
     (('mine.toml', 'v5e:2x2'), (None, 'v5e:2x2'), ('mine.toml', 'fast'))
     """
     rest, colon, last = name.rpartition(":")
-    if colon and _SHAPE.fullmatch(last):
+    if colon and _SHAPE.fullmatch(last.lower()):
         path, colon, chip = rest.rpartition(":")
         return (path if colon else None), f"{chip}:{last}"
     return (rest if colon else None), last
@@ -115,7 +115,7 @@ def checked_shape(named: SliceName, chip: Mapping[str, Any], name: str) -> tuple
         known = shape_of(math.prod(named.shape), chip)
         large = len(named.shape) == 3 and all(length % _CUBE == 0 for length in named.shape)
         in_order = named.shape == tuple(sorted(named.shape)) or named.shape == known
-        fits = math.prod(named.shape) <= chip["largest_slice"] and len(named.shape) == chip["axes"]
+        fits = 0 < math.prod(named.shape) <= chip["largest_slice"] and len(named.shape) == chip["axes"]
         if fits and in_order and (large or named.shape == known):
             return named.shape
         raise TargetError(f"target={name[:200]!r} is no slice of {named.chip}: the shapes are {_listed(chip, 'x')}")
@@ -168,13 +168,14 @@ def axes_between(devices: Sequence[int], shape: tuple[int, ...], devices_per_chi
 
 def checked_chip(chip: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The table `compiler` of a TPU, unchanged. Raises TargetError if it is invalid."""
-    wrong = {
-        key: chip.get(key)
-        for key in CHIP
-        if not (isinstance(chip.get(key), str) and chip[key].isalnum())
-        if key in ("topology", "config") or not is_figure(chip.get(key)) or not 0 < chip[key] < 2**31
-    }
-    wrong |= {key: chip[key] for key in ("axes",) if chip.get(key) not in (2, 3)}
+
+    def is_right(key: str, value: Any) -> bool:
+        if key in ("topology", "config"):
+            return isinstance(value, str) and value.isalnum()
+        is_number = is_figure(value) and (isinstance(value, int) or key == "clock_rate_ghz") and 0 < value < 2**31
+        return is_number and (key != "axes" or value in _SMALL)
+
+    wrong = {key: chip.get(key) for key in CHIP if not is_right(key, chip.get(key))}
     wrong |= {key: chip[key] for key in chip if key not in CHIP}
     if wrong:
         form = "; ".join(f"{key}: {meaning}" for key, meaning in CHIP.items())

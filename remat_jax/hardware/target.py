@@ -147,7 +147,7 @@ def target(name: str) -> Target:
     lower = inside.lower()
     named = slice_name(lower)
     chip = None if named is None else _entry(named.chip, table, path)
-    if named is not None and chip is not None and chip.kind == "tpu":
+    if named is not None and chip is not None and chip.kind == "tpu" and lower not in table:
         return _sliced(chip, checked_shape(named, chip.chip, wanted), named.slices, lower)
     several = _SEVERAL.fullmatch(lower)
     if several is not None and int(several["each"]) and int(several["hosts"] or 1):

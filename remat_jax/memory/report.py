@@ -9,6 +9,7 @@ from typing import Any
 from remat_jax.apply.blocks import replaced_text
 from remat_jax.memory.advice import SHOWN, Advice
 from remat_jax.memory.compile.options import GRAPHS
+from remat_jax.memory.compile.sizes import REFUSED
 from remat_jax.memory.hlo.collectives import Collective, executed
 from remat_jax.memory.hlo.copies import Copies, Overlap
 from remat_jax.memory.hlo.live import LiveBuffer
@@ -127,6 +128,11 @@ class MemoryReport:
     advice: tuple[Advice, ...] = ()
     no_time: str = ""
     effect_warning: str | None = None
+
+    @property
+    def refused(self) -> bool:
+        """Whether the compiler refused the step because it does not fit the device, so that no time is known."""
+        return self.no_time == REFUSED
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -232,9 +232,12 @@ def _left(ends: float) -> float:
 
 
 def _as_compiled(policies: list[Compared]) -> list[Compared]:
-    """If every compiled schedule's time is known, the policies with these times; extra times are then the excess over `off`."""
+    """If every compiled schedule's time is known, the policies with these times; extra times are then the excess over `off`.
+
+    A step that the compiler refused because it does not fit has no time.
+    """
     times = [policy.memory.seconds for policy in policies]
-    if None in times:
+    if any(policy.memory.seconds is None and not policy.memory.refused for policy in policies):
         return policies
     base = next((policy.memory.seconds for policy in policies if policy.name == "off"), None)
     return [

@@ -51,11 +51,16 @@ class Shares:
 
 
 def residual_shares(workload: Workload, target: Target, *, timeout: float = DEFAULT_TIMEOUT) -> Shares:
-    """The share of each residual on one device of the workload's mesh; compiles one step for `target`."""
+    """The share of each residual on one device of the workload's mesh; compiles one step for `target`.
+
+    If the compiler refuses this step because it does not fit, as on a TPU, equal parts on all devices are assumed.
+    """
     check_devices(workload, target)
     step, function = _step_with_residuals(workload)
     jaxpr = jax.make_jaxpr(function)(*step.arguments).jaxpr
     shapes = result_shapes(export_step("everything, its residuals as results", step, target), target, timeout=timeout)
+    if shapes is None:
+        return Shares({}, 1 / target.devices)
     shares: dict[str, float] = {}
     local = whole = 0.0
     for atom, shape in zip(jaxpr.outvars, shapes, strict=False):

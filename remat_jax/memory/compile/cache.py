@@ -153,6 +153,7 @@ def _packages() -> dict[str, str]:
 
 @functools.cache
 def _sources(child: Path) -> str:
-    """A hash of the code that computes results from the compiler's output: the child's script and `remat_jax.memory`."""
-    paths = [child, *sorted(Path(__file__).parents[1].rglob("*.py"))]
+    """A hash of the code that computes results from the compiler's output: the child's script, and two packages."""
+    package = Path(__file__).parents[2]
+    paths = [child, *sorted([*(package / "memory").rglob("*.py"), *(package / "hardware").rglob("*.py")])]
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()

@@ -75,7 +75,8 @@ def devices(request: dict[str, Any]) -> list[Any]:
     """The devices to compile for: the described devices, or the CPU devices of this process."""
     if request["topology"] is None:
         return list(jax.devices("cpu"))
-    return list(topologies.get_topology_desc(**request["topology"]).devices)
+    # JAX lists the devices of TPUs host by host. Their numbers run along the first axis of the slice first.
+    return sorted(topologies.get_topology_desc(**request["topology"]).devices, key=lambda device: device.id)
 
 
 def first_sentences(message: str) -> str:

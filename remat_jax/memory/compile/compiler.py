@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from remat_jax.errors import CompileError
 from remat_jax.hardware import Target
 from remat_jax.memory.compile import cache
 from remat_jax.memory.compile.backends import backend_of
@@ -73,8 +72,11 @@ def compile_programs(
     return {key: sizes[digest] for key, digest in digests.items()}
 
 
-def result_shapes(program: ExportedProgram, target: Target, *, timeout: float) -> Sequence[tuple[int, ...]]:
-    """The shapes of the results of `program` on each device of a mesh, as the compiler shards them."""
+def result_shapes(program: ExportedProgram, target: Target, *, timeout: float) -> Sequence[tuple[int, ...]] | None:
+    """The shapes of the results of `program` on each device of a mesh, as the compiler shards them.
+
+    None if the compiler refuses the program because it does not fit (`Sizes.refusal`).
+    """
     backend_of(target).require(target)
     digest = cache.digest(program, target, {"results": True}, CHILD)
     shapes = cache.read(digest, target, tuple[tuple[int, ...], ...])
@@ -83,9 +85,7 @@ def result_shapes(program: ExportedProgram, target: Target, *, timeout: float) -
             entry = _entry(folder / "0", program, target, {})
             answer = _answers([entry], target, timeout, folder, lambda key: None, Kernels(folder))[program.key]
         if "refusal" in answer:
-            raise CompileError(
-                f"compiling for target={target.name!r}: the compiler refused {program.key!r}: {answer['refusal']}"
-            )
+            return None
         shapes = tuple(map(tuple, answer["results"]))
         cache.write(digest, target, shapes)
     return shapes

@@ -48,7 +48,7 @@ def check_size(mesh: AbstractMesh, target: Target, called: str) -> None:
         single = re.sub(r"^(\d+x){1,2}", "", target.name)
         such = f"'{mesh.size}x{single}' in one host ('8x8x{single}' has 64 in eight hosts)"
         if target.topology:
-            such = f"'{mesh.size}x{re.split('[-:]', single)[0]}' in one slice"
+            such = f"'{mesh.size}x{re.split('[-:]', single)[0]}', if there is such a slice"
         raise ArgumentError(
             f"target={target.name!r} has {target.devices} device{'s' * (target.devices > 1)}, but {called} has {mesh.size}: "
             f"ask for {mesh.size}, such as {such}, or change the mesh"

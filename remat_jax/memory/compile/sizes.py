@@ -11,6 +11,9 @@ from remat_jax.memory.hlo.copies import Overlap
 from remat_jax.memory.hlo.live import LiveBuffer, Timeline
 from remat_jax.memory.hlo.schedule import StepTime
 
+REFUSED = "the step does not fit"
+"""`Sizes.no_time` of a step that the compiler refuses because it does not fit the device."""
+
 _UNTILED = (
     "a matmul fits none of the Triton tiles that XLA assumes without a GPU, so the step was compiled without Triton matmuls "
     "(xla_gpu_enable_triton_gemm=false); on a GPU the step may need a few per cent less memory, and no cuBLAS workspace of "

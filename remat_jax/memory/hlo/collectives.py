@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from remat_jax.memory.hlo.scalars import trip_count
 from remat_jax.memory.hlo.text import COLLECTIVES, Computation, HloModule, Instruction, parse
 
 _GROUPS_OF_MESH = re.compile(r"replica_groups=mesh\[(?P<mesh>[^\]]*)\] \{(?P<axes>[^}]*)\}")
-_AXIS, _AXIS_NAME = re.compile(r"'([^']+)'=(\d+)"), re.compile(r"'([^']+)'")
+_AXIS, _GROUPED = re.compile(r"'([^']+)'=(\d+)"), re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 _WITH_OPERANDS = ("all-gather-start", "collective-permute-start")
 """Collectives whose result is a tuple that also contains the operands."""
 
@@ -93,6 +94,8 @@ def _sent(collective: Instruction) -> tuple[Instruction | None, ...]:
 
 def _bytes(collective: Instruction) -> int:
     sent = sum(array.bytes for operand in _sent(collective) if operand is not None for array in operand.arrays)
+    if collective.opcode == "send":
+        return sent
     whole = sum(array.bytes for array in collective.arrays)
     return max(sent, whole - sent if collective.opcode in _WITH_OPERANDS else whole)
 
@@ -124,12 +127,20 @@ def largest_group(attributes: str, devices: int) -> list[int]:
     ([0, 2, 4, 6], [0, 1])
     >>> largest_group("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}", 8)
     [0, 4]
+    >>> largest_group("replica_groups=mesh['x'=8] {'x':(2)2}", 8)
+    [0, 2]
     """
     if (of_mesh := _GROUPS_OF_MESH.search(attributes)) is not None:
-        sizes = {name: int(size) for name, size in _AXIS.findall(of_mesh["mesh"])}
-        numbers = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        grouped = _AXIS_NAME.findall(of_mesh["axes"])
-        return list(map(int, numbers[tuple(slice(None) if name in grouped else 0 for name in sizes)].reshape(-1)))
+        numbers = np.arange(math.prod(int(size) for _, size in _AXIS.findall(of_mesh["mesh"])))
+        # Each axis is (before, along the group, after); of a part of an axis, `'x':(2)4`, the group spans 4 after 2.
+        parts = {name: (int(before or 1), int(along or 0)) for name, before, along in _GROUPED.findall(of_mesh["axes"])}
+        shape, chosen = list[int](), list[Any]()
+        for name, size in _AXIS.findall(of_mesh["mesh"]):
+            before, along = parts.get(name, (int(size), 1))
+            along = along or int(size)
+            shape += [before, along, int(size) // (before * along)]
+            chosen += [0, slice(None), 0]
+        return list(map(int, numbers.reshape(shape)[tuple(chosen)].reshape(-1)))
     tiled = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if tiled is not None:
         shape, dims = _integers(tiled[1]), _integers(tiled[2])

@@ -31,7 +31,7 @@ _ATTENTION_SHARE = 0.65
 With heads of width 128 on an A100, FlashAttention-2 reaches 0.6 to 0.73 of 312 TFLOP/s in the forward pass, and 0.5 to 0.6 in
 the backward pass (Dao, 2023, Figures 4 to 6). A large matmul reaches 0.87.
 """
-_PASSES = ("__cub$", "__gpu$TopK", "Sharding", "topk")
+_PASSES = ("__cub$", "__gpu$TopK", "Sharding", "AllocateBuffer", "topk")
 """Prefixes of `custom_call_target`s that compute little. Such calls are timed by the bytes that they move."""
 _FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "SliceId", "ZeroCrop")
 """`custom_call_target`s of calls that only name memory or a device."""
@@ -68,9 +68,9 @@ class KernelTimes:
     def seconds(self, instruction: Instruction) -> float:
         """The seconds of an instruction other than a loop, a copy to or from the host, or a collective."""
         if (
-            instruction.opcode in (*FREE, *_TRANSFERS)
+            instruction.opcode in FREE
             or instruction.opcode.endswith("-done")
-            or _called_target(instruction) in _FREE_CALLS
+            or (self.rates.clock_hz is not None and _is_free_on_tpu(instruction))
         ):
             return 0.0
         if instruction not in self._seconds and instruction.cycles is not None and self.rates.clock_hz is not None:
@@ -105,6 +105,11 @@ class KernelTimes:
             self.unknown.add(opcode)
 
 
+def _is_free_on_tpu(instruction: Instruction) -> bool:
+    """Whether an instruction of XLA:TPU only names memory, or only hands an array to a transfer between slices."""
+    return instruction.opcode in _TRANSFERS or _called_target(instruction) in _FREE_CALLS
+
+
 def _traffic(instruction: Instruction) -> int:
     """The bytes of device memory that an instruction reads and writes. Of a sliced array, only the slice counts."""
     opcode, called = instruction.opcode, instruction.called
@@ -119,7 +124,7 @@ def _traffic(instruction: Instruction) -> int:
 
 
 def _device_bytes(instructions: Iterable[Instruction | None]) -> int:
-    return sum(array.bytes for each in instructions if each is not None for array in each.arrays if not array.space)
+    return sum(array.bytes for each in instructions if each is not None for array in each.arrays if not array.on_host)
 
 
 def _read(fusion: Computation) -> int:

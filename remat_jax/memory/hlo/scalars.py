@@ -63,7 +63,7 @@ def trip_count(loop: Instruction, unknown: int) -> int:
         return stated
     try:
         return _counted(loop)
-    except (UnsupportedError, LookupError, RecursionError, ValueError):
+    except (UnsupportedError, LookupError, RecursionError, ValueError, ArithmeticError):
         return unknown
 
 
@@ -91,7 +91,10 @@ def _counted(loop: Instruction) -> int:
         raise UnsupportedError(f"loop {loop.name!r}: its condition compares no counter with a constant")
     count = math.ceil((bounds[0] - start) / step)
     # LE and GE allow one more iteration if the counter meets the bound.
-    return count + 1 if goes_on(start + count * step) else count
+    count += goes_on(start + count * step)
+    if count <= 0 or not goes_on(start + (count - 1) * step) or goes_on(start + count * step):
+        raise UnsupportedError(f"loop {loop.name!r}: its condition does not compare the counter itself with a constant")
+    return count
 
 
 def _counter(condition: Computation) -> int:

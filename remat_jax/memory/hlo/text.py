@@ -22,6 +22,7 @@ _MEETING = re.compile(r'_xla_host_transfer_rendezvous="([^"]+)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _ITEM_BITS = {"pred": 8, "s4": 4, "u4": 4, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _END = re.compile(r"^\}(?:, execution_thread=.*)?\s*$")
 _NAMED = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
@@ -145,7 +146,8 @@ class Instruction:
         if self.opcode == "all-reduce" and self.home.name.startswith("all-reduce-scatter"):
             return "reduce-scatter"  # a fusion of XLA:TPU, which keeps a slice of the sum
         if self.opcode == "send" and (transfer := _TRANSFER.search(self.rest)) is not None:
-            return transfer[1].lower().replace("_", "-")  # a collective of XLA:TPU between slices
+            kind = transfer[1].lower().replace("_", "-")  # a collective of XLA:TPU between slices
+            return {"one-to-one": "collective-permute", "broadcast": "collective-broadcast"}.get(kind, kind)
         return self.opcode.removesuffix("-start")
 
     def attribute(self, key: str) -> str | None:
@@ -260,12 +262,20 @@ def _joined(lines: Sequence[str]) -> Iterator[str]:
     """The lines of a module; those of one instruction are joined, as the attributes of a TPU kernel may have line breaks."""
     whole = ""
     for line in lines:
-        if not line or line[0] in " %E" or _END.match(line) or _HEADER.match(line):
+        if not whole or _is_complete(whole):
             yield whole
             whole = line
         else:
             whole = f"{whole} {line}"
     yield whole
+
+
+def _is_complete(line: str) -> bool:
+    """Whether no brace is open at the end of a line, or only the one that begins a computation."""
+    if _NAMED.match(line) is None or line.count("{") == line.count("}"):
+        return True
+    unquoted = _QUOTED.sub("", line)
+    return unquoted.count("{") <= unquoted.count("}")
 
 
 def _add_element(operand: str, home: Computation) -> None:

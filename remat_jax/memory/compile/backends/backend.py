@@ -34,6 +34,7 @@ class Backend(abc.ABC):
 
     Attributes:
       platform: JAX's name of the platform that programs are lowered for.
+      has_gpu_flags: whether the flags of XLA:GPU and of JAX's CUDA client change the step.
       separate_host_memory: whether arrays can be in host memory that is not device memory.
       models_time: whether the compiled text has a schedule from which the step's time is modelled.
       takes_limit: whether the compiler can be given a memory limit.
@@ -43,6 +44,7 @@ class Backend(abc.ABC):
     """
 
     platform: ClassVar[str]
+    has_gpu_flags: ClassVar[bool] = False
     separate_host_memory: ClassVar[bool] = True
     models_time: ClassVar[bool] = True
     takes_limit: ClassVar[bool] = True

@@ -46,6 +46,7 @@ class GpuBackend(Backend):
     """XLA:GPU, from JAX's CUDA plugin."""
 
     platform = "cuda"
+    has_gpu_flags = True
     chooses_kernels_on_device = True
 
     def require(self, target: Target) -> None:

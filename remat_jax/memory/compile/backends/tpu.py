@@ -30,7 +30,7 @@ from remat_jax.memory.compile.backends.backend import (
 )
 from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.memory.compile.options import TPU_LIMIT
-from remat_jax.memory.compile.sizes import Sizes
+from remat_jax.memory.compile.sizes import REFUSED, Sizes
 from remat_jax.memory.hlo.collectives import read_collectives
 from remat_jax.memory.hlo.text import HOST_SPACE
 
@@ -92,13 +92,13 @@ class TpuBackend(Backend):
         return {TPU_LIMIT: max(1, limit // _MIB)}
 
     def read(self, answer: Mapping[str, Any], folder: Path, program: ExportedProgram, target: Target) -> Sizes:
-        """Sizes and buffers from XLA's dump, the time from the final text, which a step that does not fit has not."""
+        """Sizes and buffers from XLA's dump, the time from the final text; a refused step has no final text."""
         dump, refusal = folder / _DUMP, answer.get("refusal", "")
         assignment = last_text(dump, "after_optimizations-buffer-assignment.txt")
         if assignment is None:
             raise CompileError(f"compiling for target={target.name!r}: {refusal or 'XLA wrote no buffer assignment'}")
         module, final = parsed(last_text(dump, "after_optimizations.txt")), parsed(last_text(folder, _TEXT))
-        time, no_time = (None, "the step does not fit") if refusal else modelled_time(final, target, program)
+        time, no_time = (None, REFUSED) if refusal else modelled_time(final, target, program)
         live, timeline = live_buffers(module, dump, program) if module is not None else ((), None)
         return Sizes(
             **_sizes(assignment),
