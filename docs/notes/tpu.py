@@ -140,7 +140,6 @@ def sizes(function: Callable[[Weights, jax.Array], Any], device: Any) -> dict[st
 def main() -> None:
     """Print the table."""
     device = topologies.get_topology_desc("v5p:1x1x1", "tpu", chips_per_host_bounds=(1, 1, 1)).devices[0]
-    print(f"{LAYERS} layers, block inputs of {LAYERS * ROWS * WIDTH * 2 / MIB:.0f} MiB in all, JAX {jax.__version__}\n")
     print("| layers | inputs | `temp` of `memory_analysis` | temp as allocated | on the host |")
     print("| --- | --- | ---: | ---: | ---: |")
     for name, (where, function) in FORMS.items():
