@@ -72,7 +72,12 @@ def test_the_factor_is_the_largest_within_the_limit(limit: int, held: int) -> No
 
 
 def test_without_a_limit_or_where_there_is_none_no_option_is_given() -> None:
-    assert limit_options(None, H200, 0) == limit_options(GIB, target("cpu"), 0) == limit_options(MEMORY, H200, 0) == {}
+    assert (
+        limit_options(None, H200, 0)
+        == backend_of(target("cpu")).limit_options(GIB, target("cpu"), 0)
+        == limit_options(MEMORY, H200, 0)
+        == {}
+    )
     assert limit_options(130 * 10**9, H200, 125 * 10**9) == {}, "XLA's own limit is 0 then"
 
 

@@ -19,7 +19,7 @@ import pytest
 
 import remat_jax as rj
 from remat_jax.errors import NoEffectError, PlanningError, RematError
-from remat_jax.memory.compile.options import GRAPHS, OPTION, TPU_LIMIT
+from remat_jax.memory.compile.options import GRAPHS, OPTION
 from remat_jax.planning import files
 from remat_jax.planning.model import Model, find_block
 from remat_jax.planning.page import page
@@ -186,7 +186,10 @@ def test_the_keys_are_the_attribute_names():
             lambda data: data.update(compiler_options={OPTION: True}),
             "xla_gpu_memory_limit_slop_factor is an integer from 1 to 100",
         ),
-        (lambda data: data.update(compiler_options={TPU_LIMIT: 0}), "xla_tpu_max_hbm_size_mib is an integer from 1 to"),
+        (
+            lambda data: data.update(compiler_options={"xla_tpu_max_hbm_size_mib": 0}),
+            "xla_tpu_max_hbm_size_mib is an integer from 1 to",
+        ),
         (lambda data: data["parts"][0].update(rows="all"), "rows=all is not a list"),
     ],
 )

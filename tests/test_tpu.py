@@ -23,7 +23,6 @@ from remat_jax.errors import ArgumentError, TargetError, UnsupportedError
 from remat_jax.hardware import google, target
 from remat_jax.hardware.rates import Rates
 from remat_jax.memory.compile.backends import backend_of
-from remat_jax.memory.compile.options import TPU_LIMIT
 from remat_jax.memory.measure import measure_many
 
 LAYERS, WIDTH, ROWS = 4, 512, 2048
@@ -107,7 +106,7 @@ def test_a_step_that_does_not_fit_has_sizes_and_the_compilers_words() -> None:
 
 def test_the_limit_is_an_option_of_the_compiler() -> None:
     options = backend_of(target("v5e")).limit_options
-    assert options(8 * 2**30, target("v5e"), 0) == {TPU_LIMIT: 8192}
+    assert options(8 * 2**30, target("v5e"), 0) == {"xla_tpu_max_hbm_size_mib": 8192}
     assert options(16 * 2**30, target("v5e"), 0) == options(None, target("v5e"), 0) == {}
 
 

@@ -28,6 +28,7 @@ from remat_jax.hardware.rates import Rates
 from remat_jax.memory.hlo.copies import host_copy
 from remat_jax.memory.hlo.kernel_times import KernelTimes
 from remat_jax.memory.hlo.schedule import step_time
+from remat_jax.memory.hlo.scalars import trip_count
 from remat_jax.memory.hlo.text import FREE, Computation, HloModule, Instruction, parse
 
 _ENTERED = ("while", "call", "conditional")
@@ -102,7 +103,7 @@ def executions(module: HloModule) -> Counter[Instruction]:
         for each in computation:
             if each.opcode in _ENTERED:
                 for body in each.bodies:
-                    count(body, times * (each.trip_count(unknown=1) if each.opcode == "while" else 1))
+                    count(body, times * (trip_count(each, unknown=1) if each.opcode == "while" else 1))
             elif each.opcode not in FREE and not each.opcode.endswith("-done") and host_copy(each) is None:
                 runs[each] += times
 

@@ -220,10 +220,11 @@ _lowered_device: ContextVar[Any] = ContextVar("lowered_device", default=None)
 
 
 @contextlib.contextmanager
-def lowering_for(target: str, device_kinds: Sequence[str]) -> Iterator[None]:
-    """In this context JAX lowers for a GPU named `device_kinds[0]`, which need not be present; Pallas kernels read the name.
+def lowering_for(target: str, device_kinds: Sequence[str], platform: str = "gpu") -> Iterator[None]:
+    """In this context JAX lowers for a GPU or TPU (`platform`) named `device_kinds[0]`, which need not be present.
 
-    A kernel in a `shard_map` reads the name from the mesh of the `shard_map`; `mesh.under` gives the name to that mesh.
+    Pallas kernels read the name. A kernel in a `shard_map` reads the name from the mesh of the `shard_map`; `mesh.under` gives
+    the name to that mesh.
     Raises UnsupportedError if `device_kinds` is empty.
     """
     if not device_kinds:
@@ -231,7 +232,9 @@ def lowering_for(target: str, device_kinds: Sequence[str]) -> Iterator[None]:
             f"target={target!r} does not state JAX's name for the device, which a Pallas kernel needs to compile: add it to "
             'the target\'s table, for example device_kinds = ["NVIDIA H200"]'
         )
-    device = jax.sharding.AbstractDevice(device_kind=device_kinds[0], num_cores=None, platform="gpu")
+    device = jax.sharding.AbstractDevice(
+        device_kind=device_kinds[0], num_cores=1 if platform == "tpu" else None, platform=platform
+    )
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     with setting(_lowered_device, device), jax.sharding.use_abstract_mesh(mesh):
         yield

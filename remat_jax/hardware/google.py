@@ -14,7 +14,7 @@ QUIET = {
     "TPU_SKIP_MDS_QUERY": "1",  # ask no metadata server
     "TPU_ACCELERATOR_TYPE": "v5p-8",  # any: libtpu warns if it is unset
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_LOG_DIR": "disabled",  # libtpu would write its log to /tmp/tpu_logs
+    "TPU_LOG_DIR": "disabled",  # libtpu would write its log to the temporary folder
 }
 """With these environment variables libtpu looks for no TPU and prints nothing."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ _NAME = re.compile(
     r"(?:(?P<slices>\d{1,6})x)?(?P<chip>[^:]+?)(?::(?P<shape>\d{1,4}(?:x\d{1,4})+)|-(?P<count>\d{1,7}))", re.DOTALL
 )
 _SHAPE = re.compile(r"\d{1,4}(?:x\d{1,4})+")
-SIZES = (1, 4, 8, 16, 32, 64, 128, 192, 256, 512)
+_SIZES = (1, 4, 8, 16, 32, 64, 128, 192, 256, 512)
 """Numbers of chips for which error messages list the slices."""
 _SMALL: dict[int, dict[int, tuple[int, ...]]] = {
     2: {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)},
@@ -94,7 +94,7 @@ def shape_of(chips: int, chip: Mapping[str, Any]) -> tuple[int, ...] | None:
     if chip["axes"] == 2 or rest or not cubes:
         return None
     # Of all shapes, Google Cloud offers the one that is closest to a cube.
-    sides = min((each for each in _factors(cubes, 3)), key=sum)
+    sides = min(_factors(cubes, 3), key=sum)
     return tuple(_CUBE * side for side in sides)
 
 
@@ -118,26 +118,27 @@ def checked_shape(named: SliceName, chip: Mapping[str, Any], name: str) -> tuple
         fits = 0 < math.prod(named.shape) <= chip["largest_slice"] and len(named.shape) == chip["axes"]
         if fits and in_order and (large or named.shape == known):
             return named.shape
-        raise TargetError(f"target={name[:200]!r} is no slice of {named.chip}: the shapes are {_listed(chip, 'x')}")
-    chips, rest = divmod(named.count, chip["counted_per_chip"])
+        raise TargetError(f"target={name[:200]!r} is no slice of {named.chip}: the shapes are {listed(chip, _shape_text)}")
+    each = chip["counted_per_chip"]
+    chips, rest = divmod(named.count, each)
     shape = None if rest else shape_of(chips, chip)
     if shape is None:
-        counted = f"{chip['counted_per_chip']} cores on each chip" if chip["counted_per_chip"] > 1 else "chips"
+        counted = f"{each} cores on each chip" if each > 1 else "chips"
         raise TargetError(
             f"target={name[:200]!r} is no slice of {named.chip}, whose names count {counted}: the slices are "
-            f"{_listed(chip, named.chip)}"
+            f"{listed(chip, lambda shape: f'{named.chip}-{math.prod(shape) * each}')}"
         )
     return shape
 
 
-def _listed(chip: Mapping[str, Any], named: str) -> str:
-    """The slices of a chip, as shapes (`named` is "x") or as names of accelerator types."""
-    sizes = [chips for chips in SIZES if shape_of(chips, chip)]
-    if named == "x":
-        texts = ["x".join(map(str, shape_of(chips, chip) or ())) for chips in sizes]
-    else:
-        texts = [f"{named}-{chips * chip['counted_per_chip']}" for chips in sizes]
-    return ", ".join(texts) + (", …" if sizes[-1] < chip["largest_slice"] else "")
+def _shape_text(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def listed(chip: Mapping[str, Any], written: Callable[[tuple[int, ...]], str]) -> str:
+    """Some slices of a chip, each as `written`, separated by commas."""
+    shapes = [shape for chips in _SIZES if (shape := shape_of(chips, chip)) is not None]
+    return ", ".join(map(written, shapes)) + (", …" if math.prod(shapes[-1]) < chip["largest_slice"] else "")
 
 
 def wraps(shape: tuple[int, ...]) -> tuple[bool, bool, bool]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from remat_jax.errors import TargetError, nearest
 from remat_jax.hardware.entries import TABLE, checked_entry, compiler_description
-from remat_jax.hardware.slices import CHIPS_PER_HOST, SIZES, checked_chip, checked_shape, shape_of, slice_name, split_path
+from remat_jax.hardware.slices import CHIPS_PER_HOST, checked_chip, checked_shape, listed, shape_of, slice_name, split_path
 from remat_jax.reading import read_limited
 
 ATTACHED = "attached"
@@ -131,9 +131,9 @@ def target(name: str) -> Target:
 
     ``8xh100`` is eight H100s in one host, ``8x8xh200`` is eight hosts with eight H200s each. ``v5p-128`` is a slice of TPUs, by
     the name of its accelerator type in Google Cloud, ``v5p:4x4x4`` the same slice by its shape in chips, ``2xv5p-128`` two such
-    slices, and ``4xv5e`` a slice with four devices. ``path/to/file.toml:name`` (or
-    ``:8xname``) is a target from a user's file in the form of this package's ``targets.toml``. ``attached`` is the GPU of this
-    machine. JAX's or the driver's name for a device, such as ``NVIDIA H200``, works too.
+    slices, and ``4xv5e`` a slice with four devices. ``path/to/file.toml:name`` (or ``:8xname``) is a target from a user's file
+    in the form of this package's ``targets.toml``. ``attached`` is the GPU of this machine. JAX's or the driver's name for a
+    device, such as ``NVIDIA H200``, works too.
 
     Raises:
         TargetError: no target has the name, the file is missing or invalid, or no GPU is attached.
@@ -181,8 +181,8 @@ def _slice_of(chip: Target, hosts: str | None, devices: int, name: str) -> Targe
         )
     shape = None if devices % each else shape_of(devices // each, chip.chip)
     if shape is None:
-        listed = [f"{chips * each}x{chip.name}" for chips in SIZES if shape_of(chips, chip.chip)]
-        raise TargetError(f"target={name[:200]!r}: there is no slice of {devices} devices; slices are {', '.join(listed)}, …")
+        slices = listed(chip.chip, lambda shape: f"{math.prod(shape) * each}x{chip.name}")
+        raise TargetError(f"target={name[:200]!r}: there is no slice of {devices} devices; slices are {slices}")
     return _sliced(chip, shape, 1, name)
 
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from remat_jax.memory.compile.options import GRAPHS, OPTION, TPU_LIMIT
+from remat_jax.memory.compile.backends import LIMIT_OPTIONS
+from remat_jax.memory.compile.options import GRAPHS
 from remat_jax.planning.plan_data import Beyond, LayerRow, Part, PlanData, Point, over_budget, plan_point
 from remat_jax.policy import NAMED
 from remat_jax.report.tables import format_bytes, format_estimate, render, table
@@ -77,7 +78,7 @@ def summary(plan: PlanData) -> str:
     ]
     if plan.compiler_options:
         reasons = {
-            **dict.fromkeys((OPTION, TPU_LIMIT), "Compiled with a memory limit"),
+            **dict.fromkeys(LIMIT_OPTIONS, "Compiled with a memory limit"),
             GRAPHS: "The copies in loops overlap compute only with these options",
         }
         text = ". ".join(reason for option, reason in reasons.items() if option in plan.compiler_options)

@@ -14,7 +14,8 @@ from typing import Any
 
 from remat_jax.core.marks import CHECKPOINTS
 from remat_jax.errors import ArgumentError, PlanningError, RematError
-from remat_jax.memory.compile.options import GRAPHS, OPTION, TPU_LIMIT
+from remat_jax.memory.compile.backends import LIMIT_OPTIONS
+from remat_jax.memory.compile.options import GRAPHS
 from remat_jax.memory.compile.options import KINDS as GRAPH_KINDS
 from remat_jax.planning.changes import CHANGES
 from remat_jax.planning.findings import KINDS, SEVERITIES, PlanFinding
@@ -34,8 +35,6 @@ MOST_BYTES = 64 * 2**20
 """The maximum size of a plan file."""
 MOST_RUNS = 10_000
 """The maximum number of runs of one block: no model has more layers, and the time to read them is quadratic."""
-MOST_FACTOR, MOST_MIB = 100, 2**30
-"""The largest values of the memory-limit options of XLA:GPU, in per cent, and of XLA:TPU, in MiB."""
 _MOST = 2**127
 """Every count is below this. 2⁶³ is too small: the FLOPs of a large cluster's step exceed it."""
 _ACTIONS = ("save", "offload", "recompute")
@@ -180,11 +179,10 @@ def _one_of(words: Collection[str]) -> _Check:
 
 def _compiler_options(value: Any, name: str) -> dict[str, int | str]:
     """Accept only the options that a plan may have, because the options are passed to the compiler."""
-    limits = {OPTION: MOST_FACTOR, TPU_LIMIT: MOST_MIB}
-    if not isinstance(value, dict) or set(value) - {*limits, GRAPHS}:
-        others = ", ".join(map(repr, limits))
+    if not isinstance(value, dict) or set(value) - {*LIMIT_OPTIONS, GRAPHS}:
+        others = ", ".join(map(repr, LIMIT_OPTIONS))
         raise _Malformed(f"{name}={ascii(value)[:80]}: expected an object with no other keys than {others} and {GRAPHS!r}")
-    for option, most in limits.items():
+    for option, most in LIMIT_OPTIONS.items():
         limit = value.get(option, 1)
         if type(limit) is not int or not 1 <= limit <= most:
             raise _Malformed(f"{name}={ascii(value)[:80]}: {option} is an integer from 1 to {most}")

@@ -105,8 +105,8 @@ def _exported(
         except ValueError as error:
             if "mesh passed to shard_map" in str(error) and described is not contextlib.nullcontext:
                 raise UnsupportedError(
-                    "the step has a Pallas kernel and a shard_map with mesh=…, and this mesh does not name the GPU to compile "
-                    "for: leave out mesh=… in every shard_map, because the loss is traced under the workload's mesh"
+                    "the step has a Pallas kernel and a shard_map with mesh=…, and this mesh does not name the device to "
+                    "compile for: leave out mesh=… in every shard_map, because the loss is traced under the workload's mesh"
                 ) from error
             refused = tuple(dict.fromkeys(_REFUSED.findall(str(error))))
             if not refused or set(refused) <= set(allowed):
@@ -116,7 +116,7 @@ def _exported(
             # JAX lowers a Pallas kernel for the attached device unless a context names another device.
             if "AbstractDevice" not in str(error) or described is not contextlib.nullcontext:
                 raise
-            described = functools.partial(compat.lowering_for, target.name, target.device_kinds)
+            described = functools.partial(compat.lowering_for, target.name, target.device_kinds, target.kind)
     raise AssertionError("each reason to try again is met once")
 
 

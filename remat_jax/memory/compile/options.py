@@ -1,4 +1,4 @@
-"""Compiler options: XLA's memory limit, copies outside CUDA graphs, a cache of GPU kernels, compilations for sizes alone.
+"""Options of XLA:GPU: its memory limit, copies outside CUDA graphs, a cache of GPU kernels, compilations for sizes alone.
 
 XLA:GPU schedules and rematerialises so that a step's temporary memory fits
 
@@ -40,8 +40,6 @@ from remat_jax.memory.compile.process import scratch
 DEFAULT_TIMEOUT = 300.0
 """Seconds for the compilations of one call."""
 
-TPU_LIMIT = "xla_tpu_max_hbm_size_mib"
-"""The option of XLA:TPU for the size of device memory that a step may have, in MiB."""
 OPTION = "xla_gpu_memory_limit_slop_factor"
 LARGEST_FACTOR = 95
 """XLA's default factor. A larger factor has no effect, so it is not set."""
@@ -108,10 +106,10 @@ def toolkit_options(folder: Path) -> dict[str, str]:
 
 
 def limit_options(limit: int | None, target: Target, held_bytes: int) -> dict[str, int]:
-    """The compiler option that gives XLA the largest memory limit within `limit` bytes.
+    """The compiler option that gives XLA:GPU the largest memory limit within `limit` bytes.
 
-    Empty if there is no `limit`, if XLA's default limit is not larger, or if no limit can be set (no GPU, unknown memory, or
-    nothing left beside the held bytes).
+    Empty if there is no `limit`, if XLA's default limit is not larger, or if no limit can be set (unknown memory, or nothing
+    left beside the held bytes).
 
     `held_bytes` is the device memory of the step's arguments and of results that reuse no argument's buffer.
 
@@ -119,7 +117,7 @@ def limit_options(limit: int | None, target: Target, held_bytes: int) -> dict[st
     >>> limit_options(40 * 2**30, target("h200"), 10 * 2**30)
     {'xla_gpu_memory_limit_slop_factor': 29}
     """
-    if limit is None or target.kind != "gpu" or target.memory_bytes is None:
+    if limit is None or target.memory_bytes is None:
         return {}
     available = target.memory_bytes * _AVAILABLE_PERCENT // 100 - held_bytes
     if available <= 0:

@@ -99,15 +99,15 @@ class KernelTimes:
             attention = attention_products(instruction)
             self.dtypes.update(each.dtype for each in attention)
             yield from (self.rates.product_seconds(each) / _ATTENTION_SHARE for each in attention)
-            if not attention and not _called_target(instruction).startswith(_PASSES):
-                self.unknown.add(_called_target(instruction))
+            if not attention and not instruction.call_target.startswith(_PASSES):
+                self.unknown.add(instruction.call_target)
         elif instruction.kind.removesuffix("-update") not in _KNOWN and opcode not in FREE:
             self.unknown.add(opcode)
 
 
 def _is_free_on_tpu(instruction: Instruction) -> bool:
     """Whether an instruction of XLA:TPU only names memory, or only hands an array to a transfer between slices."""
-    return instruction.opcode in _TRANSFERS or _called_target(instruction) in _FREE_CALLS
+    return instruction.opcode in _TRANSFERS or instruction.call_target in _FREE_CALLS
 
 
 def _traffic(instruction: Instruction) -> int:
@@ -187,7 +187,7 @@ def _product(instruction: Instruction) -> Product | None:
     if lhs is None or rhs is None or not (lhs.arrays and rhs.arrays and instruction.arrays):
         return None
     out, left, right = instruction.arrays[0], lhs.arrays[0], rhs.arrays[0]
-    target = _called_target(instruction)
+    target = instruction.call_target
     is_dot = instruction.opcode in ("dot", "scaled-dot") or "gemm" in target or "matmul" in target
     if not (is_dot or instruction.opcode == "convolution" or "cudnn$conv" in target):
         return None
@@ -234,7 +234,7 @@ def attention_products(instruction: Instruction) -> list[Product]:
     query, key = wide[0], wide[1]
     width = query.dims[-1]
     results = sum(len(array.dims) == len(query.dims) and array.dims[-1] == width for array in instruction.arrays)
-    backward = len(wide) > 3 or "Backward" in _called_target(instruction) or results > 1
+    backward = len(wide) > 3 or "Backward" in instruction.call_target or results > 1
     products = 2 + results if backward else 2
     queries, keys = _positions(query), _positions(key)
     heads = math.prod(query.dims[:-1]) // queries
@@ -245,11 +245,6 @@ def attention_products(instruction: Instruction) -> list[Product]:
 def _positions(array: HloArray) -> int:
     """The number of positions: the larger of the two axes before the width, which are positions and heads in either order."""
     return max(array.dims[-3:-1])
-
-
-def _called_target(instruction: Instruction) -> str:
-    match = re.search(r'custom_call_target="([^"]*)"', instruction.rest)
-    return match[1] if match else ""
 
 
 def _units(dtype: str) -> str:

@@ -58,9 +58,8 @@ def trip_count(loop: Instruction, unknown: int) -> int:
     >>> trip_count(module.entry.root, unknown=1)
     5
     """
-    stated = loop.trip_count(unknown=-1)
-    if stated >= 0:
-        return stated
+    if "known_trip_count" in loop.config:
+        return int(loop.config["known_trip_count"].get("n", unknown))
     try:
         return _counted(loop)
     except (UnsupportedError, LookupError, RecursionError, ValueError, ArithmeticError):

@@ -134,7 +134,7 @@ class Instruction:
         each = self._collective_inside if self.opcode == "fusion" and self.called is not None else None
         if each is None or self.called is None:
             return "", ""
-        calls = {target[1] for inner in self.called if (target := _TARGET.search(inner.rest)) is not None}
+        calls = {inner.call_target for inner in self.called}
         parts = {"start": "AsyncCollectiveStart" in calls, "done": "AsyncCollectiveDone" in calls}
         parts["step"] = self.called.name.startswith("async_collective_fusion")
         part = next((name for name, is_part in parts.items() if is_part), "")
@@ -149,6 +149,12 @@ class Instruction:
             kind = transfer[1].lower().replace("_", "-")  # a collective of XLA:TPU between slices
             return {"one-to-one": "collective-permute", "broadcast": "collective-broadcast"}.get(kind, kind)
         return self.opcode.removesuffix("-start")
+
+    @property
+    def call_target(self) -> str:
+        """The `custom_call_target` of a custom call; empty for other instructions."""
+        match = _TARGET.search(self.rest)
+        return match[1] if match else ""
 
     def attribute(self, key: str) -> str | None:
         """The text after `key=`, a computation's name or a number; None if there is none."""
@@ -170,10 +176,6 @@ class Instruction:
     def index(self) -> int:
         """The index into the tuple that a `get-tuple-element` reads."""
         return int(self.attribute("index") or 0)
-
-    def trip_count(self, unknown: int) -> int:
-        """The number of iterations of a loop if the compiler knows it, else `unknown`."""
-        return int(self.config.get("known_trip_count", {}).get("n", unknown))
 
     @property
     def cycles(self) -> int | None:

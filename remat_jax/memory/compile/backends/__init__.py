@@ -15,10 +15,13 @@ from remat_jax.memory.compile.backends.cpu import CpuBackend
 from remat_jax.memory.compile.backends.gpu import GpuBackend
 from remat_jax.memory.compile.backends.tpu import TpuBackend
 
-__all__ = ["BACKENDS", "Backend", "backend_of", "limit_bytes"]
+__all__ = ["BACKENDS", "LIMIT_OPTIONS", "Backend", "backend_of", "limit_bytes"]
 
 BACKENDS: dict[str, Backend] = {"cpu": CpuBackend(), "gpu": GpuBackend(), "tpu": TpuBackend()}
 """The backend for each `Target.kind`."""
+
+LIMIT_OPTIONS = dict(backend.limit_option for backend in BACKENDS.values() if backend.limit_option is not None)
+"""The compiler options for a memory limit, with the largest value of each."""
 
 
 def backend_of(target: Target) -> Backend:
@@ -35,7 +38,7 @@ def limit_bytes(memory_limit: Any, target: Target) -> int | None:
     """`memory_limit`, written like a budget, in bytes; None for no limit. Raises ArgumentError if it is invalid."""
     if memory_limit is None:
         return None
-    if not backend_of(target).takes_limit or target.memory_bytes is None:
+    if backend_of(target).limit_option is None or target.memory_bytes is None:
         raise ArgumentError(
             f"memory_limit={memory_limit!r} with target={target.name!r}: XLA takes a memory limit only for GPUs and TPUs whose "
             "memory is known; give such a target, for example 'h200', or leave memory_limit out"

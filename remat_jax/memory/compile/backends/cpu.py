@@ -18,7 +18,7 @@ class CpuBackend(Backend):
     """XLA:CPU, for as many virtual devices as the target has."""
 
     platform = "cpu"
-    separate_host_memory = models_time = takes_limit = same_everywhere = False
+    separate_host_memory = models_time = same_everywhere = False
 
     def require(self, target: Target) -> None:
         """Nothing is required: JAX always has its compiler for CPUs."""

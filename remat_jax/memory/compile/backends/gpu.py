@@ -13,21 +13,13 @@ from remat_jax import compat
 from remat_jax.core.nested_offload import refuse_nested_offload
 from remat_jax.errors import CompileError, TargetError, UnsupportedError
 from remat_jax.hardware import Target
-from remat_jax.memory.compile.backends.backend import (
-    Answers,
-    Backend,
-    RefusedOffload,
-    dump_options,
-    last_text,
-    live_buffers,
-    modelled_time,
-    parsed,
-    without_accelerator,
-)
+from remat_jax.memory.compile.backends.backend import Answers, Backend, LimitOption, RefusedOffload, without_accelerator
+from remat_jax.memory.compile.backends.xla_files import XlaFiles, modelled_time
 from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.memory.compile.options import (
     GRAPHS,
     NEVER_RUN,
+    OPTION,
     Kernels,
     is_about_kernels,
     kernel_options,
@@ -39,14 +31,13 @@ from remat_jax.memory.hlo.collectives import read_collectives
 from remat_jax.memory.hlo.copies import starts_slice_copies
 from remat_jax.memory.hlo.slots import scanned_offload_is_miscompiled
 
-_DUMP, _TEXT = "dump", "compiled.hlo"
-
 
 class GpuBackend(Backend):
     """XLA:GPU, from JAX's CUDA plugin."""
 
     platform = "cuda"
     has_gpu_flags = True
+    limit_option = LimitOption(OPTION, 100)
     chooses_kernels_on_device = True
 
     def require(self, target: Target) -> None:
@@ -96,7 +87,8 @@ class GpuBackend(Backend):
 
     def entry(self, folder: Path) -> dict[str, Any]:
         """XLA's dump, and the final text of a program that uses host memory."""
-        return {"compiler_options": NEVER_RUN | dump_options(folder / _DUMP), "host_text": str(folder / _TEXT)}
+        files = XlaFiles(folder)
+        return {"compiler_options": NEVER_RUN | files.options, "host_text": str(files.compiled_text)}
 
     def call_options(self, folder: Path) -> dict[str, Any]:
         """A substitute for the CUDA toolkit."""
@@ -123,18 +115,17 @@ class GpuBackend(Backend):
 
         Buffers and time are unknown if their files cannot be read. The time is also unknown if the target lacks a needed rate.
         """
-        dump = folder / _DUMP
-        module = played = parsed(last_text(dump, "gpu_after_optimizations.txt"))
-        miscompiled: bool | None = False
-        copied = last_text(folder, _TEXT)
-        if copied is not None:
-            played, miscompiled = parsed(copied), None
+        files = XlaFiles(folder)
+        module, final = files.optimised("gpu_after_optimizations.txt"), files.compiled()
+        copies = files.compiled_text.exists()
+        played, miscompiled = (final, None) if copies else (module, False)
+        if final is not None:
             with contextlib.suppress(UnsupportedError):
-                miscompiled = None if played is None else scanned_offload_is_miscompiled(played)
+                miscompiled = scanned_offload_is_miscompiled(final)
         time, no_time = modelled_time(played, target, program)
         # If XLA_FLAGS has the option `GRAPHS`, the user's choice is kept.
-        slices = copied is not None and played is not None and GRAPHS not in compat.xla_flags() and starts_slice_copies(played)
-        live, timeline = live_buffers(module, dump, program) if module is not None else ((), None)
+        slices = final is not None and GRAPHS not in compat.xla_flags() and starts_slice_copies(final)
+        live, timeline = files.live(module, program)
         return Sizes(
             **answer["sizes"],
             live=live,

@@ -18,25 +18,16 @@ from remat_jax.errors import CompileError
 from remat_jax.hardware import Target
 from remat_jax.hardware.google import QUIET
 from remat_jax.hardware.slices import CHIPS_PER_HOST, wraps
-from remat_jax.memory.compile.backends.backend import (
-    Backend,
-    RefusedOffload,
-    dump_options,
-    last_text,
-    live_buffers,
-    modelled_time,
-    parsed,
-    without_accelerator,
-)
+from remat_jax.memory.compile.backends.backend import Backend, LimitOption, RefusedOffload, without_accelerator
+from remat_jax.memory.compile.backends.xla_files import XlaFiles, modelled_time
 from remat_jax.memory.compile.exported import ExportedProgram
-from remat_jax.memory.compile.options import TPU_LIMIT
 from remat_jax.memory.compile.sizes import REFUSED, Sizes
 from remat_jax.memory.hlo.collectives import read_collectives
 from remat_jax.memory.hlo.text import HOST_SPACE
 
-_DUMP, _TEXT = "dump", "compiled.hlo"
 _ALLOCATION = re.compile(r"^allocation \d+: size (?P<bytes>\d+)(?P<is>.*)$", re.MULTILINE)
 _SPACE = re.compile(r", color (\d+)")
+_NAMES = ("temp", "argument", "output", "alias")
 _MIB = 2**20
 
 
@@ -44,6 +35,7 @@ class TpuBackend(Backend):
     """XLA:TPU, from libtpu."""
 
     platform = "tpu"
+    limit_option = LimitOption("xla_tpu_max_hbm_size_mib", 2**30)
 
     def require(self, target: Target) -> None:
         """The libtpu that belongs to the installed JAX is required."""
@@ -79,27 +71,24 @@ class TpuBackend(Backend):
 
     def entry(self, folder: Path) -> dict[str, Any]:
         """XLA's dump, and the final text, which alone has the compiler's estimates of cycles."""
-        return {
-            "compiler_options": dump_options(folder / _DUMP),
-            "text": str(folder / _TEXT),
-            "refusal": "RESOURCE_EXHAUSTED",
-        }
+        files = XlaFiles(folder)
+        return {"compiler_options": files.options, "text": str(files.compiled_text), "refusal": "RESOURCE_EXHAUSTED"}
 
     def limit_options(self, limit: int | None, target: Target, held_bytes: int) -> dict[str, int]:
         """The size of device memory that XLA:TPU assumes, in MiB."""
         if limit is None or target.memory_bytes is None or limit >= target.memory_bytes:
             return {}
-        return {TPU_LIMIT: max(1, limit // _MIB)}
+        return {self.limit_option.name: max(1, limit // _MIB)}
 
     def read(self, answer: Mapping[str, Any], folder: Path, program: ExportedProgram, target: Target) -> Sizes:
         """Sizes and buffers from XLA's dump, the time from the final text; a refused step has no final text."""
-        dump, refusal = folder / _DUMP, answer.get("refusal", "")
-        assignment = last_text(dump, "after_optimizations-buffer-assignment.txt")
+        files, refusal = XlaFiles(folder), answer.get("refusal", "")
+        assignment = files.dumped("after_optimizations-buffer-assignment.txt")
         if assignment is None:
             raise CompileError(f"compiling for target={target.name!r}: {refusal or 'XLA wrote no buffer assignment'}")
-        module, final = parsed(last_text(dump, "after_optimizations.txt")), parsed(last_text(folder, _TEXT))
+        final = files.compiled()
         time, no_time = (None, REFUSED) if refusal else modelled_time(final, target, program)
-        live, timeline = live_buffers(module, dump, program) if module is not None else ((), None)
+        live, timeline = files.live(files.optimised("after_optimizations.txt"), program)
         return Sizes(
             **_sizes(assignment),
             live=live,
@@ -132,6 +121,3 @@ def _sizes(assignment: str) -> dict[str, Any]:
         sizes[f"{place}alias"] += nbytes * (is_argument and is_result)
         sizes[f"{place}temp"] += nbytes * (not is_argument and not is_result)
     return dict(sizes)
-
-
-_NAMES = ("temp", "argument", "output", "alias")
