@@ -27,8 +27,8 @@ from remat_jax.hardware import target as target_named
 from remat_jax.hardware.rates import Rates
 from remat_jax.memory.hlo.copies import host_copy
 from remat_jax.memory.hlo.kernel_times import KernelTimes
-from remat_jax.memory.hlo.schedule import step_time
 from remat_jax.memory.hlo.scalars import trip_count
+from remat_jax.memory.hlo.schedule import step_time
 from remat_jax.memory.hlo.text import FREE, Computation, HloModule, Instruction, parse
 
 _ENTERED = ("while", "call", "conditional")

@@ -1,12 +1,14 @@
-"""`python docs/notes/tpu.py`: what XLA:TPU says of memory, and where it puts the offloaded inputs of unrolled layers.
+"""What XLA:TPU says of memory, compiled for described chips: it needs `pip install 'jax[tpu]'`, and no TPU.
 
-Compiles for a described v5p, so it needs `pip install 'jax[tpu]'` and no TPU. Prints the two tables of `tpu.md`.
+python docs/notes/tpu.py            where the offloaded inputs of unrolled layers are, on a v5p
+python docs/notes/tpu.py limits     the largest array that a step can update on each chip
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -137,9 +139,46 @@ def sizes(function: Callable[[Weights, jax.Array], Any], device: Any) -> dict[st
     }
 
 
+CHIPS = {"v4": "megacore", "v5e": "default", "v5p": "megacore", "v6e": "default", "tpu7x": "default"}
+"""The names of libtpu for chips, and for their configurations."""
+
+
+def described(chip: str) -> Any:
+    """A device of a chip by itself."""
+    shape = "1x1" if chip in ("v5e", "v6e") else "1x1x1"
+    form = {"chip_config_name": CHIPS[chip], "chips_per_host_bounds": (1, 1, 1)}
+    return topologies.get_topology_desc(f"{chip}:{shape}", "tpu", **form).devices[0]
+
+
+def refusal(mebibytes: int, device: Any) -> str:
+    """The compiler's words if a step that updates an array of this size does not fit; else empty."""
+    place = jax.sharding.SingleDeviceSharding(device)
+    array = jax.ShapeDtypeStruct((mebibytes * 256, 1024), jnp.float32, sharding=place)
+    try:
+        jax.jit(lambda x: x + 1, donate_argnums=0).lower(array).compile()
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)
+    return ""
+
+
+def limits() -> None:
+    """Print the largest array for each chip, found by bisection, and the memory that the compiler says it has."""
+    print("| chip | largest array | available, says the compiler |")
+    print("| --- | ---: | ---: |")
+    for chip in CHIPS:
+        device = described(chip)
+        least, most = 1024, 2**18
+        words = refusal(most, device)
+        while most - least > 1:
+            middle = (least + most) // 2
+            least, most = (least, middle) if refusal(middle, device) else (middle, most)
+        said = re.search(r"available HBM \(([\d.]+)G\)", words)
+        print(f"| {chip} | {least:,} MiB | {said[1] if said else 'unknown'} GiB |", flush=True)
+
+
 def main() -> None:
-    """Print the table."""
-    device = topologies.get_topology_desc("v5p:1x1x1", "tpu", chips_per_host_bounds=(1, 1, 1)).devices[0]
+    """Print the table of offloads."""
+    device = described("v5p")
     print("| layers | inputs | `temp` of `memory_analysis` | temp as allocated | on the host |")
     print("| --- | --- | ---: | ---: | ---: |")
     for name, (where, function) in FORMS.items():
@@ -149,4 +188,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    limits() if sys.argv[1:] == ["limits"] else main()

@@ -21,7 +21,8 @@ def doctor(
     workload: Annotated[str | None, WORKLOAD] = None,
     policy: Annotated[str, typer.Option("--policy", "-p", help=f"{POLICY_HELP}; off checks the model as it is.")] = "off",
     target: Annotated[
-        str | None, typer.Option(help="A GPU to compile for; see remat-jax targets. Default: trace, and compile nothing.")
+        str | None,
+        typer.Option(help="A GPU or TPU to compile for (remat-jax targets). Default: trace, and compile nothing."),
     ] = None,
     mesh: MeshOption = None,
     timeout: Annotated[float, typer.Option(help="Time limit of each compilation in seconds.")] = DEFAULT_TIMEOUT,

@@ -50,14 +50,14 @@ def measure(
     memory_limit: Annotated[
         str | None,
         typer.Option(
-            help="The limit of device memory that XLA works towards: 40GiB, 80%, bytes. GPU targets only. Default: XLA's own "
-            "limit."
+            help="The limit of device memory that XLA works towards: 40GiB, 80%, bytes. GPU and TPU targets only. Default: "
+            "XLA's own limit."
         ),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Time limit of all compilations in seconds.")] = DEFAULT_TIMEOUT,
     show_residuals: Annotated[bool, typer.Option("--residuals", help="List the residuals by name.")] = False,
     show_live: Annotated[
-        bool, typer.Option("--live", help="List device memory at the step's peak, by module. GPU targets only.")
+        bool, typer.Option("--live", help="List device memory at the step's peak, by module. GPU and TPU targets only.")
     ] = False,
     diff: Annotated[
         tuple[str, str] | None,
@@ -67,7 +67,7 @@ def measure(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw device memory at the step's peak, by module, as SVG. GPU targets only."),
+        typer.Option(metavar="FILE", help="Draw device memory at the step's peak, by module, as SVG (GPU and TPU targets)."),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -68,10 +68,10 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     | `kernel_run_again` | flash attention's output is saved without its log-sum-exp: the kernel runs again anyway |
     | `parameter_kept` | a policy saves copies of parameters, which are on the device anyway |
     | `keyless_random` | recomputing `lax.rng_uniform` draws different numbers: the gradient is wrong |
-    | `frees_nothing` | the step needs as much device memory as without checkpoints (GPU target) |
+    | `frees_nothing` | the step needs as much device memory as without checkpoints (GPU or TPU target) |
     | `pinned_pool` | the step needs more host memory than XLA's pool of pinned memory has |
-    | `host_memory` | the devices of a host need more host memory than the host has (GPU target) |
-    | `last_block_offloaded` | the code after the last block is too short to hide the block's copies (GPU target) |
+    | `host_memory` | the devices of a host need more host memory than the host has (GPU or TPU target) |
+    | `last_block_offloaded` | the code after the last block is too short to hide the block's copies (GPU or TPU target) |
     | `miscompiled_offload` | this version of JAX reads the residuals of the wrong layer of a scan (GPU target) |
     | `xla_rematerialization` | XLA recomputes more than the policy asks for, to fit the device (GPU target) |
     | `latency_hiding_scheduler` | XLA's flag adds over 10 % memory, and the step is under 10 % faster (GPU target) |

@@ -56,8 +56,8 @@ def measure(
       timeout: the limit in seconds for compiling, and for each run on an attached GPU.
       memory_limit: a device memory limit for XLA, written like a budget: bytes, a text (`"40GiB"`, `"80%"`) or a share (0.8).
         XLA rematerialises by itself to meet the limit, but the step may still need more. To run the step as it was measured,
-        use `jax.jit(step, compiler_options=report.compiler_options)`. None means XLA's own limit, about 76 % of device memory;
-        a larger `memory_limit` has no effect.
+        use `jax.jit(step, compiler_options=report.compiler_options)`. None means XLA's own limit, on a GPU about 76 % of device
+        memory; a larger `memory_limit` has no effect.
 
     Raises:
       TargetError: the target is unknown, XLA cannot compile for it, or it is `"attached"` and this machine has no GPU.

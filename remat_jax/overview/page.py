@@ -32,8 +32,8 @@ _AT_THE_PEAK = (
     "names differ only in a number are shown as one."
 )
 _RESIDUALS = (
-    "Residuals, by the module that made them; hatched parts are in host memory. Memory at the peak is known only for GPU "
-    "targets."
+    "Residuals, by the module that made them; hatched parts are in host memory. Memory at the peak is known only for GPU and "
+    "TPU targets."
 )
 _FOOTER = (
     "Device memory is the memory of one training step as the target's own compiler lays it out: arguments + outputs − "
@@ -254,8 +254,8 @@ def notes(gathered: Gathered) -> list[str]:
         )
     if not _by_module(gathered.policies):
         remarks.append(
-            "No memory by module: memory at the peak is known only for GPU targets, and residuals only if the workload has "
-            "its loss"
+            "No memory by module: memory at the peak is known only for GPU and TPU targets, and residuals only if the workload "
+            "has its loss"
         )
     return remarks + (_notes_of_plan(gathered, gathered.plan) if gathered.plan is not None else [])
 

@@ -1,4 +1,4 @@
-"""Caches compiled results in memory and, for GPU targets, on disk. The key hashes everything that a result depends on.
+"""Caches compiled results in memory and, for GPU and TPU targets, on disk. The key hashes everything that a result depends on.
 
 The folder is `remat_jax` in the user's cache folder (`XDG_CACHE_HOME`, or `~/.cache`). The environment variable
 `REMAT_JAX_CACHE` names another folder; `off` disables the cache on disk. CPU results depend on the machine, so they are not on
