@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import flax.linen as nn
@@ -19,11 +22,16 @@ import pytest
 import remat_jax as rj
 from benchmarks.tpu import compiled_apart
 from remat_jax import compat
+from remat_jax.diagnosis import compiled as traps
 from remat_jax.errors import ArgumentError, TargetError, UnsupportedError
 from remat_jax.hardware import google, target
 from remat_jax.hardware.rates import Rates
 from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.measure import measure_many
+from remat_jax.overview import compared
+from remat_jax.overview.compared import Compared
+from remat_jax.planning import division
+from remat_jax.planning.division import Shares, residual_shares
 
 LAYERS, WIDTH, ROWS = 4, 512, 2048
 RESIDUAL = ROWS * WIDTH * 2
@@ -110,10 +118,11 @@ def test_the_limit_is_an_option_of_the_compiler() -> None:
     assert options(16 * 2**30, target("v5e"), 0) == options(None, target("v5e"), 0) == {}
 
 
-def test_a_plan_asks_nothing_of_a_gpu() -> None:
-    large = job(rows=2**20)  # without checkpoints the compiler refuses it
-    plan = rj.plan(large, "100%", "v5e")
-    assert plan.timed and not plan.is_off and LAYERS * 2**20 * WIDTH * 2 < plan.device_bytes < (target("v5e").memory_bytes or 0)
+def test_a_plan_is_a_step_that_the_compiler_takes() -> None:
+    overstated = dataclasses.replace(target("v5e"), memory_bytes=2**37)
+    plan = rj.plan(job(rows=2**21), "100GiB", overstated)  # `full` needs 22 GiB, and the compiler refuses it
+    assert plan.timed and plan.host_bytes > 0 and plan.device_bytes < (target("v5e").memory_bytes or 0)
+    assert any(nbytes > 16 * 2**30 for _, nbytes in plan.tried)
     assert not any(word in note for note in plan.notes for word in ("Triton", "cuBLAS", "GPU"))
 
 
@@ -130,6 +139,24 @@ def test_a_mesh_over_two_slices() -> None:
     assert {"all-gather", "reduce-scatter", "all-reduce"} <= {each.kind for each in report.collectives or ()}
     assert report.exchanges is not None and report.seconds is not None and report.seconds >= (report.compute_seconds or 0)
     assert "network_bytes_per_s" in report.assumed_rates and not report.untimed
+
+
+def test_a_refused_step_hides_no_time_and_no_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = [
+        Compared(name, SimpleNamespace(seconds=seconds, refused=seconds is None), None, 9.0, 9.0, None, None)  # type: ignore[arg-type]
+        for name, seconds in (("off", None), ("full", 2.0))
+    ]
+    assert [each.seconds for each in compared._as_compiled(shown)] == [None, 2.0]
+    monkeypatch.setattr(division, "result_shapes", lambda *_, **__: None)
+    assert residual_shares(job().on_mesh("fsdp=4"), target("4xv5e")) == Shares({}, 0.25)
+
+
+def test_traps_of_gpus_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    for name in ("offload_came_to_nothing", "frees_nothing", "host_memory", "last_block_offloaded", "pinned_pool"):
+        monkeypatch.setattr(traps, name, lambda *_, name=name: iter(looked.append(name) or ()))  # type: ignore[func-returns-value]
+    list(traps.compiled_traps(None, SimpleNamespace(host_bytes_per_host=2**40), target("v5e"), 1.0))  # type: ignore[arg-type]
+    assert looked == ["offload_came_to_nothing", "frees_nothing", "host_memory", "last_block_offloaded"]
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -182,6 +209,12 @@ def test_a_slice_of_a_users_chip(tmp_path: Path) -> None:
     path = tmp_path / "chips.toml"
     path.write_text(mine, encoding="utf-8")
     assert target(f"{path}:mine:4x8").devices == target(f"{path}:mine-32").devices == 32
+    half = mine.replace("[mine", "[mine-4").replace('"Google TPU v5e, 16 GB"', '"half of one"')
+    path.write_text(mine + half, encoding="utf-8")
+    assert target(f"{path}:mine-4").description == "half of one", "an entry's own name comes first"
+    path.write_text(mine.replace("axes = 2", 'axes = "2"'), encoding="utf-8")
+    with pytest.raises(TargetError, match=r"\[mine.compiler\]: {'axes': '2'}"):
+        target(f"{path}:mine")
     path.write_text(mine.replace('topology = "v5e"\n', ""), encoding="utf-8")
     with pytest.raises(TargetError, match=r"\[mine.compiler\]: {'topology': None}"):
         target(f"{path}:mine")
@@ -204,6 +237,11 @@ def test_a_compiler_that_is_missing_or_of_another_jax(monkeypatch: pytest.Monkey
         UnsupportedError, match=r"does not belong to JAX .* needs libtpu==9.9.\*: pip install 'remat-jax\[tpu-compile\]'"
     ):
         compat.require_tpu_compiler()
+    monkeypatch.setattr(xla, "_libtpu_of_jax", lambda: "0.0.4.*")
+    for version, belongs in (("0.0.4", True), ("0.0.4.1", True), ("0.0.42", False), (None, True)):
+        monkeypatch.setattr(xla, "_version_of", lambda package, version=version: version)
+        with contextlib.nullcontext() if belongs else pytest.raises(UnsupportedError, match="does not belong"):
+            compat.require_tpu_compiler()
     monkeypatch.setattr(xla.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match="XLA's TPU compiler is not installed: pip install"):
         rj.measure(job(), "full", "v5e")
@@ -216,12 +254,11 @@ def test_libtpu_is_quiet_where_there_is_no_tpu(tmp_path: Path) -> None:
     script = "import remat_jax, jax; print(jax.devices()[0].platform)"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
     assert (run.stdout, run.stderr) == ("cpu\n", "")
-    card, chip = tmp_path / "card", tmp_path / "chip"
-    for device, kind in ((card, "0x020000"), (chip, "0x088000")):
+    for device, kind in (("card", "0x020000"), ("disk", "0x010802"), ("chip", "0x088000")):
         assert not google.has_tpu(tmp_path)
-        device.mkdir()
-        (device / "vendor").write_text("0x1ae0\n")
-        (device / "class").write_text(kind)
+        (tmp_path / device).mkdir()
+        (tmp_path / device / "vendor").write_text("0x1ae0\n")
+        (tmp_path / device / "class").write_text(kind)
     assert google.has_tpu(tmp_path)
 
 
