@@ -326,3 +326,12 @@ def test_a_home_is_expanded_and_a_folder_that_cannot_be_is_a_warning(
     monkeypatch.setenv(cache.VARIABLE, f"{tmp_path}/file/kept")
     with pytest.warns(rj.RematWarning, match="cannot be written .*nothing is cached"):
         ask(program("none before", 7.0))
+
+
+def test_the_key_covers_what_results_are_computed_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: set[str] = set()
+    real = pathlib.Path.read_bytes
+    monkeypatch.setattr(pathlib.Path, "read_bytes", lambda path: read.add(f"{path.parent.name}/{path.name}") or real(path))
+    cache._sources.__wrapped__(compiler.CHILD)
+    assert {"compile/child.py", "hlo/schedule.py", "hardware/slices.py", "hardware/rates.py"} <= read
+    assert {"jax", "jaxlib", "jax-cuda13-plugin", "libtpu"} <= set(cache._packages())
