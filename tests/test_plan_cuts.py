@@ -82,6 +82,16 @@ def test_the_parts_of_a_named_policy_take_together_what_it_takes(name):
     assert sum(part.layers * part.recompute_seconds for part in parts) == pytest.approx(candidate.seconds - kept)
 
 
+def test_the_kernels_of_a_tpu_write_into_the_stack_of_a_scan():
+    """A matmul writes its result in any case; on a GPU the scan passes over it three times more."""
+    kept = {}
+    for name in ("h200", "v5e"):
+        (kind,) = describe(decoder(scan=True), name, rates=RATES).kinds
+        (up,) = (array for array in kind.program.arrays if any(each == "layers/ffn/up:dot_general#0" for each in array.names))
+        kept[name] = kind.program.kept_seconds(up) * RATES.hbm_bytes_per_s / up.bytes
+    assert kept == {"h200": pytest.approx(3), "v5e": 0}
+
+
 def test_a_file_carries_the_cuts_and_one_without_is_read(tmp_path):
     cut = rj.LayerPolicies.parse("2 x full || 1 x full | 1 x dots")
     parts = (part(0, 2, "full"), part(2, 1, "full"), part(3, 1, "dots"))

@@ -31,7 +31,7 @@ def test_a_constant_that_the_compiler_leaves_whole_does_not_make_its_block_slow(
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     job = rj.Workload(lambda params, x: model.apply(params, x).sum(), params, (x,), Experts)
     rates = Rates({"float32": 1e9, "tensorfloat32": 1e9}, 1e9)
-    program = block_program(calls(job)[0], rates)
+    program = block_program(calls(job)[0], rates, stack_passes=3)
     before = flat_cost(program.flat.eqns, program.flat.outputs)
     names = {name for array in program.arrays for name in array.names}
     zeros = next(name for name in names if "broadcast_in_dim" in name and name not in program.inputs)

@@ -37,7 +37,8 @@ def test_of_every_search(seed):
         (full,) = (candidate for candidate in known.named if candidate.name == "full")
         assert fit.cannot_fit(full) or (tried_full := fit.known(full)) is not None and not fit.fits(tried_full)
         return
-    assert len(tried) <= MOST_COMPILED or not any(map(fit.fits, fit.tried[:MOST_COMPILED]))
+    # The first step that fits may be compiled beside one more.
+    assert len(tried) <= MOST_COMPILED or not any(map(fit.fits, fit.tried[: MOST_COMPILED - 1]))
     assert best.compiled.device_bytes <= searched.budget and best.compiled.host_bytes <= searched.host
     seconds = known.seconds(best.candidate)
     assert all(known.seconds(step.candidate) >= seconds for step in fit.fitting)
@@ -209,6 +210,9 @@ def test_what_was_not_compiled_is_estimated_at_the_pace_of_its_family():
     fit.tried.append(Tried(mix, Compiled(1, 0, sizes=SimpleNamespace(seconds=3 * (10 + mix.seconds))), 1))
     assert times.pace_of(replace(mix, cuts=(1,))) == pytest.approx(3.0)
     assert times.pace_of(replace(made((NAMED["full"],) * 5 + (NAMED["dots"],)), near=off)) == 2.0
+    away = replace(full, name="offload_inputs", cuts=(1,), loads=(Load(0, 0, 1),) * 6)
+    fit.tried.append(Tried(away, Compiled(1, 0, sizes=SimpleNamespace(seconds=5 * (10 + away.seconds))), 1))
+    assert times.pace_of(dots) == 2.0 and times.pace_of(replace(away, groups=((0, 3),))) == 5.0
     # The compiler of a TPU refuses a step that is too large: it says the memory, but no time.
     fit.tried.append(Tried(everything, Compiled(1, 0, False, SimpleNamespace(seconds=None, refusal="too large")), 1))
     assert times.compiled and not fit.fits(fit.tried.pop())

@@ -121,7 +121,7 @@ def describe(
     shares = residual_shares(workload, target, timeout=timeout) if workload.mesh is not None else None
     kinds, blocks, alone, written = [], [], 0.0, 0.0
     for number, same in enumerate(_equal_calls(workload)):
-        program = block_program(same[0], of_blocks)
+        program = block_program(same[0], of_blocks, backend_of(target).stack_passes)
         count = sum(len(call.layers()) for call in same)
         alone += count * (program.forward.seconds(of_blocks) + program.backward.seconds(of_blocks))
         written += count * program.written_seconds

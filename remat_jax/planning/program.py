@@ -42,10 +42,6 @@ class Price:
     offloaded: frozenset[str] = frozenset()
 
 
-STACKED = 3
-"""How often a scan that stacks an array passes over its bytes: it fills the stack with zeros, reads the array, writes it."""
-
-
 @dataclass(eq=False)
 class BlockProgram:
     """One block's forward computation of its residuals, with everything saved.
@@ -53,6 +49,7 @@ class BlockProgram:
     Attributes:
       flat: the forward program from the block's inputs to the residuals.
       forward, backward: the cost of the forward and of the backward pass.
+      stack_passes: how often a scan passes over the bytes of an array to stack it (`Backend.stack_passes`).
       inputs: a dict from residual name to input array, for the inputs that the selector `@inputs` matches.
       backward_program: the backward pass as a flat program whose inputs are the residuals and the cotangents.
       own: the residuals that checkpoints inside the block's loops recompute; the model's author wants them dropped.
@@ -61,6 +58,7 @@ class BlockProgram:
 
     call: Call
     rates: Rates
+    stack_passes: int
     flat: Flat
     forward: Cost
     backward: Cost
@@ -141,7 +139,7 @@ class BlockProgram:
         if array in self._uncounted:
             return 0.0
         written = array not in self.flat.inputs and array not in self._in_memory
-        return self.rates.seconds({}, written * array.bytes + self.call.scanned * STACKED * array.bytes)
+        return self.rates.seconds({}, written * array.bytes + self.call.scanned * self.stack_passes * array.bytes)
 
     @property
     def written_seconds(self) -> float:
@@ -257,14 +255,14 @@ def _flops(eqn: Any) -> int:
     return eqn_flops(eqn) + over_bodies(eqn, lambda body: sum(_flops(inner.eqn) for inner in flatten(body).eqns))
 
 
-def block_program(call: Call, rates: Rates) -> BlockProgram:
+def block_program(call: Call, rates: Rates, stack_passes: int) -> BlockProgram:
     """The program of the block that `call` calls.
 
     A block that depends on no trained parameter has no backward pass and no residuals.
     """
     if not any(call.live):
         only_inputs = Flat(tuple(Array(aval) for aval in call.in_avals), (), ())
-        return BlockProgram(call, rates, only_inputs, _forward_cost(call), Cost(), {}, Flat((), (), ()))
+        return BlockProgram(call, rates, stack_passes, only_inputs, _forward_cost(call), Cost(), {}, Flat((), (), ()))
     block = replace(call.block, policy=EVERYTHING)
     with axes_around(call.within, call.batches):
         # `linearised` is cached on the block. Compute it here, where the axes are bound.
@@ -282,7 +280,9 @@ def block_program(call: Call, rates: Rates) -> BlockProgram:
         if name in block.named.candidates and block.named.candidates[name].is_input
     }
     costs = _forward_cost(call), jaxpr_cost(backward)
-    return BlockProgram(call, rates, flat, *costs, inputs, flatten(compat.dce(backward)), inner_residuals, dropped)
+    return BlockProgram(
+        call, rates, stack_passes, flat, *costs, inputs, flatten(compat.dce(backward)), inner_residuals, dropped
+    )
 
 
 def _forward_cost(call: Call) -> Cost:

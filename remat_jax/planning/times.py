@@ -38,10 +38,16 @@ class Times:
         return self._median(self._compiled)
 
     def pace_of(self, candidate: StepCandidate) -> float:
-        """The pace of the step that is near (`StepCandidate.near`), else of the family, or `pace` if none is compiled."""
+        """The pace of the step that is near (`StepCandidate.near`), else of the compiled steps that are most like it.
+
+        Alike are steps of one family that both offload or both do not, then those of one family, then those that both offload
+        or both do not: how much of the copies compute hides says nothing about a step without copies.
+        """
         near = [step for step in self._compiled if step.candidate == candidate.near]
+        copies = [step for step in self._compiled if bool(step.candidate.host_bytes) == bool(candidate.host_bytes)]
         family = [step for step in self._compiled if step.candidate.family == candidate.family]
-        return self._median(near or family or self._compiled)
+        both = [step for step in family if step in copies]
+        return self._median(near or both or family or copies or self._compiled)
 
     def _median(self, steps: list[Tried]) -> float:
         if not self.compiled:

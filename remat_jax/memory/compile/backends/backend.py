@@ -43,6 +43,7 @@ class Backend(abc.ABC):
       chooses_kernels_on_device: whether the device chooses the kernels of matmuls again, so that a step may need more memory
         there than as it was compiled here.
       same_everywhere: whether each machine gets the same sizes, so that they are cached on disk.
+      stack_passes: how often a scan passes over the bytes of an array to stack it for the backward pass.
     """
 
     platform: ClassVar[str]
@@ -52,6 +53,8 @@ class Backend(abc.ABC):
     limit_option: ClassVar[LimitOption | None] = None
     chooses_kernels_on_device: ClassVar[bool] = False
     same_everywhere: ClassVar[bool] = True
+    # Zeros fill the stack, the array is read, and it is written into the stack.
+    stack_passes: ClassVar[int] = 3
 
     @abc.abstractmethod
     def require(self, target: Target) -> None:

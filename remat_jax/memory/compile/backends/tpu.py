@@ -36,6 +36,8 @@ class TpuBackend(Backend):
 
     platform = "tpu"
     limit_option = LimitOption("xla_tpu_max_hbm_size_mib", 2**30)
+    # The kernel that computes an array writes it into the stack, which nothing fills before.
+    stack_passes = 0
 
     def require(self, target: Target) -> None:
         """The libtpu that belongs to the installed JAX is required."""
