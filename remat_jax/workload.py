@@ -14,11 +14,12 @@ from jax.sharding import AbstractMesh
 
 from remat_jax.apply import nnx as nnx_blocks
 from remat_jax.apply.blocks import AS_WRITTEN, OwnCheckpoints, under_policies
+from remat_jax.apply.inner_loss import InnerLoss, inner_loss, place_of_loss
 from remat_jax.apply.pytrees import ModelArrays
-from remat_jax.apply.scope import checked_block
+from remat_jax.apply.scope import BlockPolicies, checked_block
 from remat_jax.apply.switch import repeated_modules
 from remat_jax.core.marks import Block
-from remat_jax.errors import ArgumentError, UnsupportedError, inside_a_step
+from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.mesh import (
     argument_shardings,
     as_mesh,
@@ -58,6 +59,11 @@ class TrainingStep:
     names: tuple[str, ...] = ()
     mesh: AbstractMesh | None = None
     shardings: tuple[Any, ...] = ()
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the arguments, or their positions in words."""
+        return self.names or tuple(f"argument {place}" for place in range(len(self.arguments)))
 
     @property
     def local_arguments(self) -> tuple[Any, ...]:
@@ -111,6 +117,8 @@ class Workload:
     micro_batches: int = 1
     """The number of micro-batches in which a step computes the gradient; `batch` is one of them, `whole_batch` are all."""
     whole_batch: tuple[Any, ...]
+    _place: int | None = None
+    """Of a finished step: the place of its loss among the gradients that it takes (`inner_loss`)."""
     declared: str | None = None
     """`"sum"` or `"mean"` if the loss was declared to be one over the examples, and not proved to be."""
 
@@ -160,11 +168,22 @@ class Workload:
         name: str | None = None,
         own_checkpoints: str = "replace",
     ) -> Workload:
-        """A workload of a finished train step, jitted or not.
+        """A workload of a finished train step, jitted or not, which takes its gradient itself.
 
-        `residuals` refuses such a workload, because the step computes its gradient inside. What the step writes to NNX objects
-        among `args` (a model, an `nnx.Optimizer`, metrics) is a result of the step. `jax.jit` drops such writes; a
-        `RematWarning` says so.
+        The loss that the step differentiates is found while the step is traced, so policies by layer, residuals and plans work
+        as for a loss. The step may be of any kind: a closure over the batch, dropout keys, micro-batches in a scan, LoRA, an
+        `nnx.Optimizer`. What the step writes to NNX objects among `args` (a model, an `nnx.Optimizer`, metrics) is a result
+        of the step. `jax.jit` drops such writes; a `RematWarning` says so.
+
+        >>> import flax.linen as nn, jax, jax.numpy as jnp
+        >>> model, x = nn.Sequential([nn.Dense(8), nn.Dense(8)]), jnp.ones((4, 8))
+        >>> @jax.jit
+        ... def step(params, x):
+        ...     gradients = jax.grad(lambda params: (model.apply(params, x) ** 2).mean())(params)
+        ...     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+        >>> job = Workload.from_step(step, model.init(jax.random.key(0), x), x, blocks=nn.Dense, donate_argnums=0)
+        >>> job.gradients, [leaf.shape for leaf in jax.tree.leaves(job.parameters)]
+        (1, [(8,), (8, 8), (8,), (8, 8)])
         """
         self = cls.__new__(cls)
         if not callable(step):
@@ -181,7 +200,7 @@ class Workload:
                 f"donate_argnums={donate_argnums!r}: expected positions among the {len(args)} arguments of step"
             )
         self.loss, arguments = nnx_blocks.step_of_arrays(step, args, lambda tree: structs(tree, "args"))
-        self._finished = TrainingStep(self.loss, arguments, donated)
+        self._finished, self._place = TrainingStep(self.loss, arguments, donated), None
         return self
 
     @classmethod
@@ -277,12 +296,25 @@ class Workload:
 
     def with_policy(self, fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
         """`fn` with `policy` on the workload's blocks: a policy, policies by layer, or a mapping from block to either."""
-        if not isinstance(policy, dict):
-            checked = as_block_policy(policy)
-            if is_off(checked):
-                return fn
-            policy = dict.fromkeys(self.blocks, checked)
-        return under_policies(fn, self.own.policies(policy), self.own.note)
+        if not isinstance(policy, dict) and is_off(as_block_policy(policy)):
+            return fn
+        return under_policies(fn, self._policies(policy), self.own.note)
+
+    def _policies(self, policy: Any) -> BlockPolicies:
+        by_block = policy if isinstance(policy, dict) else dict.fromkeys(self.blocks, as_block_policy(policy))
+        return self.own.policies(by_block)
+
+    def inner_loss(self, policies: BlockPolicies | None) -> InnerLoss:
+        """The loss that a finished step differentiates, under `policies`; None leaves the model as written.
+
+        Raises:
+          UnsupportedError: the step takes no gradient through its blocks, or several.
+        """
+        assert self._finished is not None, "a finished step"
+        function, arguments = self._finished.function, self._finished.arguments
+        if self._place is None:
+            self._place = place_of_loss(function, arguments, self._policies("full"), self.name)
+        return inner_loss(function, arguments, policies or BlockPolicies(()), self._place)
 
     @property
     def replaced_checkpoints(self) -> int:
@@ -299,19 +331,33 @@ class Workload:
         """Whether the workload has a loss; False for a finished step."""
         return self._finished is None
 
-    def require_loss(self) -> None:
-        """Raise UnsupportedError for a finished step."""
+    @property
+    def parameters(self) -> Any:
+        """The parameters; of a finished step, the types of the arrays along which it differentiates its loss."""
+        return self.params if self.has_loss else self.split_loss("off")[1]
+
+    @property
+    def gradients(self) -> int:
+        """How often a step computes the gradient: the micro-batches of a loss, or the rounds of a finished step's scans."""
+        return self.micro_batches if self.has_loss else self.inner_loss(None).rounds
+
+    def require_loss(self, wanted: str) -> None:
+        """Raise UnsupportedError for a finished step; `wanted` is what needs the loss."""
         if not self.has_loss:
             raise UnsupportedError(
-                f"workload={self.name!r} was made from a finished step. The step takes its gradient inside, so its residuals "
-                "cannot be seen from outside. Make a Workload of the loss instead:\n"
-                "    def loss(params, batch): ...  # what loss_fn computes, with the batch as an argument\n"
-                "    job = rj.Workload(loss, params, (batch,), blocks=…, optimizer=optimizer)\n"
-                f"The step itself needs one change, a policy around its loss:\n{inside_a_step(_POLICED)}"
+                f"{wanted}: workload={self.name!r} is a finished step (Workload.from_step), whose loss cannot be changed. Give "
+                "its loss instead: rj.Workload(loss, params, (batch,), blocks=…, optimizer=optimizer)"
             )
 
     def split_loss(self, policy: Any) -> tuple[Callable[..., Any], Any, Any]:
-        """The loss under `policy`, which takes `(trained, frozen, *batch)`; the trained parameters; the frozen parameters."""
+        """The loss under `policy`, which takes `(trained, frozen, *batch)`; the trained parameters; the frozen parameters.
+
+        Of a finished step it is the loss that the step differentiates. Everything that this loss closes over is then frozen.
+        """
+        if self._finished is not None:
+            off = not isinstance(policy, dict) and is_off(as_block_policy(policy))
+            inner = self.inner_loss(None if off else self._policies(policy))
+            return inner, list(inner.trained), list(inner.frozen)
         trained, frozen, join = split(self.params, self.trainable)
         loss = self.with_policy(self.loss, policy)
         return (lambda trained, frozen, *batch: loss(join(trained, frozen), *batch)), trained, frozen
@@ -371,9 +417,6 @@ class Workload:
             shown = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", out)
             expected = "(scalar, aux)" if self.has_aux else "a floating-point scalar; with aux, pass has_aux=True"
             raise ArgumentError(f"loss: it returns {shown}, expected {expected}")
-
-
-_POLICED = "plan.apply(loss_fn, strict=False)"  # the loss closes over the batch, so a call cannot be compared with the plan
 
 
 def _check_batch(batch: Any) -> None:

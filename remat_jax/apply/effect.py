@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Hashable
+import itertools
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -60,20 +64,49 @@ def _by_layer(
 ) -> Any:
     """`fn(*args, **kwargs)`, traced with marks in place of its blocks, then evaluated with a policy for each layer of `blocks`.
 
-    NNX objects among the arguments are split into arrays, and the function's writes to them are written back.
+    NNX objects among the arguments are split into arrays, and the function's writes to them are written back. If `fn` takes
+    gradients, each function that it differentiates is traced and evaluated so by itself, with the layers counted anew: a mark
+    cannot be differentiated. Blocks outside of these functions then have no policy.
     """
+    found: set[Block] = set()
+    inside: set[Block] = set()
+
+    def evaluated(
+        marked: Function, args: tuple[Any, ...], kwargs: dict[str, Any], scope_name: str | None = None
+    ) -> tuple[Any, set[Block], Any]:
+        jaxpr, values, outputs_of = traced(marked, args, kwargs)
+        named = contextlib.nullcontext() if scope_name is None else jax.named_scope(scope_name)
+        with compat.changing_differentiated(None), named:
+            outputs, counts = kept_programs.evaluate(jaxpr, values, blocks - inside, record.audit)
+        return outputs_of(outputs), set(counts), jaxpr
+
+    def differentiated(function: Function, has_aux: bool) -> Function:
+        @functools.wraps(function)
+        def under_policies(*args: Any, **kwargs: Any) -> Any:
+            notes = _noted.get()
+            scope_name = None if notes is None else f"gradient{next(_numbers)}"
+            outputs, reached, jaxpr = evaluated(function, args, kwargs, scope_name)
+            found.update(reached)
+            if notes is not None and scope_name is not None:
+                notes.append(Gradient.of(jaxpr, outputs[0] if has_aux else outputs, scope_name))
+            return outputs
+
+        return under_policies
 
     def marked(*args: Any, **kwargs: Any) -> Any:
-        return with_blocks(policies, fn, args, kwargs)
+        with compat.changing_differentiated(differentiated):
+            outputs = with_blocks(policies, fn, args, kwargs)
+        inside.update(found)
+        return outputs
 
     try:
-        jaxpr, values, outputs_of = traced(marked, args, kwargs)
+        outputs, reached, _ = evaluated(marked, args, kwargs)
     except TraceContextError as error:
         raise UnsupportedError(_CLOSED_OVER) from error
-    outputs, counts = kept_programs.evaluate(jaxpr, values, blocks, record.audit)
-    record.reached = (record.reached - blocks) | set(counts)
-    record.is_whole = True
-    return outputs_of(outputs)
+    record.reached = (record.reached - blocks) | reached | inside
+    # JAX may have reused the trace of a `jit` that takes the gradient.
+    record.is_whole = blocks <= record.reached
+    return outputs
 
 
 def with_blocks(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -83,6 +116,44 @@ def with_blocks(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kw
     with explained, linen.intercepting(), haiku.intercepting(), nnx.intercepting(policies, (args, kwargs)):
         with pytrees.intercepting(policies, (*args, *kwargs.values())):
             return run_regions(fn, args, kwargs)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A function that was differentiated while another was traced.
+
+    Attributes:
+      jaxpr: the function as a closed jaxpr with marks, which takes `frozen`, then `trained`.
+      frozen, trained: the types of the arrays that it closes over, and of those along which it is differentiated.
+      outputs: how many of its outputs are differentiated.
+      scope: the named scope of its equations in the program that takes the gradient.
+    """
+
+    jaxpr: Any
+    frozen: tuple[jax.ShapeDtypeStruct, ...]
+    trained: tuple[jax.ShapeDtypeStruct, ...]
+    outputs: int
+    scope: str
+
+    @classmethod
+    def of(cls, jaxpr: Any, outputs: Any, scope_name: str) -> Gradient:
+        """The gradient of a traced function whose differentiated outputs are `outputs`."""
+        jaxpr, consts = compat.hoist_consts(jaxpr)
+        types = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.in_avals)
+        count = sum(map(compat.is_operand, jax.tree.leaves(outputs)))
+        return cls(jaxpr, types[: len(consts)], types[len(consts) :], count, scope_name)
+
+
+_noted: ContextVar[list[Gradient] | None] = ContextVar("noted", default=None)
+_numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def noting_gradients() -> Iterator[list[Gradient]]:
+    """Collects the functions that are differentiated inside this context while policies by layer are set, in order."""
+    gradients: list[Gradient] = []
+    with compat.setting(_noted, gradients):
+        yield gradients
 
 
 class Effect:

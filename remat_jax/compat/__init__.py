@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from remat_jax.compat.differentiation import changing_differentiated as changing_differentiated
 from remat_jax.compat.donation import reusing_the_same_memory as reusing_the_same_memory
 from remat_jax.compat.equations import body_of_call as body_of_call
 from remat_jax.compat.equations import fixed_arguments as fixed_arguments

@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching
 
 from remat_jax import compat
 from remat_jax.core.walk import filled, of_some
-from remat_jax.errors import UnsupportedError, inside_a_step
+from remat_jax.errors import UnsupportedError
 from remat_jax.policy import JaxPolicy, LayerPolicies, Policy
 
 Block = type | str | Callable[..., Any]
@@ -130,11 +130,9 @@ def _batch(
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, mark: Mark) -> Any:
     raise UnsupportedError(
-        f"block={name_of(mark.marked.block)}: policies by layer must be set before the block is differentiated, but this "
-        "function takes the gradient of the block itself, or calls it in a custom_root; for a block in a custom_root, give one "
-        "policy. Give checkpoint_blocks or plan.apply the loss function, and differentiate the function that it returns. In a "
-        f"train step, put it around the loss inside:\n{inside_a_step('rj.checkpoint_blocks(loss_fn, policies)')}\n"
-        "With a plan, write plan.apply(loss_fn, strict=False); without strict=False if loss_fn takes the batch as an argument."
+        f"block={name_of(mark.marked.block)}: policies by layer must be set before the block is differentiated. They are for "
+        "what grad, value_and_grad, vjp, jvp and linearize differentiate, but not for a custom_root, nor for a function that "
+        "is differentiated twice. Give this block one policy"
     )
 
 

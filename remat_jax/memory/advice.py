@@ -212,7 +212,7 @@ class _Adviser:
         # argument's buffer. The old value occupies it until the result is written, so the temporary arrays need other memory.
         left = self.timeline.peak(lambda buffer: 0 if buffer.phase == RESULT and _elements(buffer.shape) in elements else 1)
         how = f"jax.jit(step, donate_argnums={undonated!r}), and donate=True (or donate_argnums) in the Workload"
-        names = [self.step.names[place] if self.step.names else f"argument {place}" for place in undonated]
+        names = [self.step.labels[place] for place in undonated]
         why = (
             f"the step returns arrays of the same shapes as {' and '.join(names)} without donating the old buffers, so "
             f"{format_bytes(twice)} are in memory twice"

@@ -168,8 +168,8 @@ def compare_policies(
     """The change from the policy `before` to `after`: the residuals that move, and the change of memory and FLOPs.
 
     The bytes of residuals come from JAX's own linearisation (`residuals`), device and host memory from the compiled step
-    (`measure`), and FLOPs from the matmuls in the recomputed part of the step's jaxpr. Raises the errors of `measure`, and
-    `UnsupportedError` for a workload made by `Workload.from_step`.
+    (`measure`), and FLOPs from the matmuls in the recomputed part of the step's jaxpr. Raises the errors of `measure` and
+    of `residuals`.
     """
     with silenced():  # the reports below have the same warnings
         tables = [_table(workload, policy) for policy in (before, after)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import jax
 
 from remat_jax import compat
 from remat_jax.apply.replan import replan, replanned_from
+from remat_jax.errors import UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import advise, traced_products
@@ -253,13 +255,15 @@ def _without_replanned_offload(workload: Workload) -> Callable[..., Any] | None:
 
 
 def _residuals(workload: Workload, policy: Any) -> ResidualTable | None:
-    """The residuals that `policy` keeps; None for a workload made from a step, whose backward pass is not visible."""
-    with silenced():  # the report has the same warning
-        if not workload.has_loss:
-            return None
+    """The residuals that `policy` keeps; None for a finished step that takes no gradient through its blocks, or several."""
+    with (
+        silenced(),
+        contextlib.suppress(*(() if workload.has_loss else (UnsupportedError,))),
+    ):  # the report has the same warning
         # A second trace finds the recomputed residuals, which show whether the model's own checkpoints overrule the policy. The
         # second trace is needed only if the workload keeps these checkpoints.
         return (residuals if workload.own.keeps else kept_residuals)(workload, _given(policy))
+    return None
 
 
 def _given(policy: Any) -> Any:

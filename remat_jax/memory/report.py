@@ -23,7 +23,7 @@ class Receipt:
 
     Attributes:
       offered_bytes: the bytes of the residuals that the policy offloads, on all devices together, as JAX's linearisation lists
-        them; None for a workload made by `Workload.from_step`.
+        them; None for a finished step that takes no gradient through its blocks, or several.
       host_bytes: the bytes of the compiled step's temporary buffers in host memory, for one device.
       returned_bytes: how much more device memory the step needs if these residuals are saved; None if the step that saves them
         was not compiled.
@@ -55,7 +55,7 @@ class MemoryReport:
       argument_bytes, output_bytes, alias_bytes: device memory of arguments, of outputs, and of outputs that reuse an
         argument's buffer.
       residual_device_bytes, residual_host_bytes: the bytes of the saved and of the offloaded residuals, as JAX's linearisation
-        lists them; None for a workload made by `Workload.from_step`.
+        lists them; None for a finished step that takes no gradient through its blocks, or several.
       receipt: the effect of the offload; None if the step offloads nothing.
       live: the device buffers alive at the peak, the largest first; empty for the target `cpu`.
       measured_peak_bytes: the allocator's peak in a run on the target `attached`; None for other targets.

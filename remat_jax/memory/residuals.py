@@ -156,7 +156,7 @@ def residuals(workload: Workload, policy: Any) -> ResidualTable:
     (also `"off"`), policies by layer, or a mapping from block to any of these.
 
     Raises:
-      UnsupportedError: the workload was made by `Workload.from_step`.
+      UnsupportedError: the workload is a finished step that takes no gradient through its blocks, or several.
       PolicyError, BlockError, NoEffectError: the policy is malformed, or has no effect on this workload.
 
     >>> import jax, jax.numpy as jnp, flax.linen as nn
@@ -189,7 +189,6 @@ def kept_residuals(workload: Workload, policy: Any) -> ResidualTable:
 def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, set[tuple[str, Any]]]:
     """The table of saved and offloaded residuals, and a set of pairs (alias of a residual's name, range of layers)."""
     checked = as_block_policy(policy) if not isinstance(policy, dict) else None
-    workload.require_loss()
     with collecting() as read, _effect_checked(policy.values() if isinstance(policy, dict) else [checked]):
         rows, aliases = _kept(workload, policy)
     text = str(checked) if checked is not None else "; ".join(f"{block}: {of_block}" for block, of_block in policy.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -158,7 +159,9 @@ def compare(gathered: Gathered, policies: Sequence[Any] | None, timeout: float, 
         name = THE_PLAN if entry.plan else numbered(memory.policy, [policy.name for policy in gathered.policies])
         tell(f"looking for traps under {name}", number, len(reports))
         diagnosis = doctor(workload, entry.policy, target if backend_of(target).models_time else None, timeout)
-        kept = residuals(workload, _with_names(entry.policy)) if workload.has_loss else None
+        kept = None
+        with contextlib.suppress(*(() if workload.has_loss else (UnsupportedError,))):  # several gradients, or none
+            kept = residuals(workload, _with_names(entry.policy))
         figures = _estimated(gathered.described, entry, memory)
         gathered.policies.append(Compared(name, memory, kept, *figures, diagnosis))
     gathered.policies = _as_compiled(gathered.policies)

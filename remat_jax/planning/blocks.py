@@ -101,14 +101,11 @@ def calls(workload: Workload) -> list[Call]:
     """The calls of the workload's blocks in forward order.
 
     Raises:
-      UnsupportedError: the workload was made by `Workload.from_step`; or a block is inside another block, a `while` loop, or
-        one of the model's own checkpoints.
+      UnsupportedError: a block is inside another block, a `while` loop, or one of the model's own checkpoints; or a finished
+        step takes no gradient through its blocks, or several.
       BlockError: a block is never called.
     """
-    workload.require_loss()
-    jaxpr = _traced(workload)
-    trained = jax.tree.leaves(workload.split_loss("off")[1])
-    untrained = [index >= len(trained) for index in range(len(jaxpr.in_avals))]
+    jaxpr, untrained = _traced(workload)
     arrays = [_Source(argument=True) for _ in jaxpr.in_avals]
     marked = list(_walk(jaxpr, untrained, arrays, _Place()))
     if not marked:
@@ -116,9 +113,12 @@ def calls(workload: Workload) -> list[Call]:
     return _calls(marked)
 
 
-def _traced(workload: Workload) -> Any:
-    """The loss as a closed jaxpr, with a mark (`core.marks`) in place of every block call."""
+def _traced(workload: Workload) -> tuple[Any, list[bool]]:
+    """The loss as a closed jaxpr, with a mark (`core.marks`) in place of every block call; and which inputs are untrained."""
     policies = workload.own.policies(dict.fromkeys(workload.blocks, EVERYTHING))
+    if not workload.has_loss:
+        inner = workload.inner_loss(policies)
+        return inner.jaxpr, [True] * len(inner.frozen) + [False] * len(inner.trained)
     checked = replace(policies, waits=True).anew()
     loss, trained, frozen = workload.split_loss("off")
     arguments = (trained, frozen, *workload.batch)
@@ -128,7 +128,8 @@ def _traced(workload: Workload) -> Any:
     workload.own.note(audit)
     if missing is not None:
         raise missing
-    return jaxpr
+    count = len(jax.tree.leaves(trained))
+    return jaxpr, [index >= count for index in range(len(jaxpr.in_avals))]
 
 
 @dataclass(eq=False)

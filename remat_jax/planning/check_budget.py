@@ -88,7 +88,7 @@ def argument_bytes(workload: Workload) -> int:
 def _arguments(workload: Workload, size_of: Callable[[Any], int] = device_bytes) -> Counter[str]:
     step = workload.step("off")
     sizes: Counter[str] = Counter()
-    for name, argument in zip(step.names, step.local_arguments, strict=True):
+    for name, argument in zip(step.labels, step.local_arguments, strict=True):
         sizes[_argument(name) or name] += size_of(argument)
     return sizes
 
@@ -123,7 +123,8 @@ def held_by(workload: Workload, sizes: Sizes) -> dict[str, int]:
         return _without_text(workload, sizes)
     # Both the trained and the frozen parameters.
     step = workload.step("off")
-    parameters = [value for name, value in zip(step.names, step.local_arguments, strict=True) if "parameters" in name]
+    parameters = [value for name, value in zip(step.labels, step.local_arguments, strict=True) if "parameters" in name]
+    parameters += [] if workload.has_loss else [workload.parameters]
     shapes = {_xla_shape(leaf) for leaf in jax.tree.leaves(parameters) if _sized(leaf)}
     paths = dict.fromkeys(buffer.module for buffer in sizes.live)
     short = dict(zip(paths, without_common_root(merged_layers(paths)), strict=True))

@@ -60,7 +60,7 @@ def plan(
     all figures but `recompute_flops` are per device.
 
     Args:
-      workload: a workload with a loss, not one made by `Workload.from_step`.
+      workload: a workload of a loss, or of a finished step (`Workload.from_step`) that takes one gradient through its blocks.
       budget: memory per device: bytes, a text (`"40GiB"`, `"38 GB"`, `"80%"`), or a share of the target's memory (0.8).
       target: the name of a target (`"h200"`), or a `Target`.
       host_budget: host memory per device in bytes or as a text, including an offloaded optimizer state. None means no limit;
@@ -96,6 +96,8 @@ def plan(
     device, host = budget_bytes(budget, target), host_budget_bytes(host_budget)
     allowed = checked(allow)
     _check(workload, timeout, target)
+    if allowed:
+        workload.require_loss(f"allow={allow!r}")
     say, ends, planners = progress or _silent, time.monotonic() + timeout, list[_Planner]()
     with silenced(), Kernels.temporary() as kernels:
 
@@ -142,7 +144,6 @@ def _silent(activity: str, done: int, of: int) -> None:
 def _check(workload: Any, timeout: Any, target: Target) -> None:
     if not isinstance(workload, Workload):
         raise ArgumentError(f"workload={workload!r}: expected a remat_jax.Workload")
-    workload.require_loss()
     check_timeout(timeout)
     check_devices(workload, target)
 
@@ -269,6 +270,8 @@ class _Planner:
 
     def beyond(self, made: Plan) -> tuple[Beyond, ...]:
         """What the changes that free much would give, if they were allowed: by estimates, while time is left."""
+        if not self.workload.has_loss:
+            return ()  # the changes are of a loss
         freed = {advice.what: advice.bytes for advice in self.advice if advice.bytes >= SHOWN * made.device_bytes}
         advised = {name: freed[change.advice] for name, change in CHANGES.items() if change.advice in freed}
         if self._left() < len(advised) * self.described_seconds:

@@ -36,7 +36,8 @@ class Model:
     Attributes:
       blocks: the `block_key` of each block.
       mesh: (name, size) of each axis with more than one device; None if unknown, as in older files.
-      checkpoints: the number of `jax.checkpoint` regions in the loss, a scanned region counted once; None if unknown.
+      checkpoints: the number of `jax.checkpoint` regions in the loss, a scanned region counted once; None if unknown, as for a
+        finished step, all of whose arguments are `parameters`.
     """
 
     parameters: tuple[Leaf, ...]
@@ -48,11 +49,14 @@ class Model:
     @classmethod
     def of(cls, workload: Workload) -> Model:
         """The model of a workload."""
-        loss, *arguments = workload.split_loss("off")
-        regions = _regions(loss, (*arguments, *workload.batch))
+        if workload.has_loss:
+            loss, *arguments = workload.split_loss("off")
+            parameters, regions = workload.params, _regions(loss, (*arguments, *workload.batch))
+        else:  # a finished step: the plan is applied to the step, which has all arguments
+            parameters, regions = workload.step("off").arguments, None
         mesh = _axes(workload.mesh) if workload.mesh is not None else ()
         keys = tuple(map(block_key, workload.blocks))
-        return cls(_leaves(workload.params), _leaves(workload.whole_batch), keys, mesh, regions)
+        return cls(_leaves(parameters), _leaves(workload.whole_batch), keys, mesh, regions)
 
     def check_workload(self, workload: Workload, plan_name: str) -> None:
         """Raise if a workload has another model, batch or mesh.

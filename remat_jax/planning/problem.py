@@ -100,7 +100,7 @@ def describe(
 
     Raises:
       TargetError: the target's rates are unknown.
-      UnsupportedError: the workload was made by `Workload.from_step`, or a block is inside another block or in a `while` loop.
+      UnsupportedError: a block is inside another block or in a `while` loop.
       BlockError: a block is never called.
 
     >>> import flax.linen as nn, jax.numpy as jnp
@@ -117,7 +117,8 @@ def describe(
     target = target if isinstance(target, Target) else target_named(target)
     rates = Rates.of(target) if rates is None else rates
     # A micro-batch is described, and each of its operations runs once for each micro-batch.
-    of_blocks = rates.slower(workload.micro_batches) if workload.micro_batches > 1 else rates
+    gradients = workload.gradients
+    of_blocks = rates.slower(gradients) if gradients > 1 else rates
     shares = residual_shares(workload, target, timeout=timeout) if workload.mesh is not None else None
     kinds, blocks, alone, written = [], [], 0.0, 0.0
     for number, same in enumerate(_equal_calls(workload)):
@@ -139,7 +140,7 @@ def describe(
         link = solver.HostLink(*speeds, rates.hidden_share, of_blocks.hbm_bytes_per_s)
     step = _plain_step(workload, kinds)
     stack = solver.Stack(tuple(blocks), link, _fixed_bytes(workload, step, kinds, shares, target))
-    return _with_outside(Described(stack, tuple(kinds), 0.0, rates, workload.micro_batches, alone, written), step)
+    return _with_outside(Described(stack, tuple(kinds), 0.0, rates, gradients, alone, written), step)
 
 
 def describe_outside(described: Described, workload: Workload) -> Described:
@@ -214,9 +215,9 @@ def _fixed_bytes(workload: Workload, step: TrainingStep, kinds: Sequence[Kind], 
     kept = sum(row.bytes * (shares.of(row.name) if shares else 1.0) for row in rows)
     # A CPU has one memory: arrays in host memory count as device memory.
     taken = device_bytes if backend_of(target).separate_host_memory else compat.tree_bytes
-    # The first argument is the trained parameters. It counts twice, because the gradients have the same size; the sums of
-    # gradients over micro-batches are a tree of their own.
-    trained = [step.local_arguments[0]] * (1 if workload.micro_batches == 1 else 2)
+    # The trained parameters count twice, because the gradients have the same size; the sums of gradients over micro-batches are
+    # a tree of their own. In a step that is made from a loss they are the first argument.
+    trained = [step.local_arguments[0] if workload.has_loss else workload.parameters] * (1 if workload.gradients == 1 else 2)
     return float(taken((step.local_arguments, trained)) + max(0, kept - inside))
 
 

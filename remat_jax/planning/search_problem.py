@@ -143,5 +143,5 @@ def _known(
         has_times=backend_of(target).models_time,
         as_written=written,
         kinds=kinds,
-        parameter_bytes=compat.tree_bytes(workload.params),
+        parameter_bytes=compat.tree_bytes(workload.parameters),
     )

@@ -135,7 +135,7 @@ def _counted(devices: int) -> str:
 def _argument_names(step: TrainingStep) -> list[str]:
     names = []
     for index, argument in enumerate(step.arguments):
-        name = step.names[index] if step.names else f"argument {index}"
+        name = step.labels[index]
         paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(argument)]
         names += [f"{name}/{path}" if path else name for path in paths]
     return names

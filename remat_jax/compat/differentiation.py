@@ -1,0 +1,59 @@
+"""Functions that JAX differentiates while another function is traced."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from jax._src.interpreters import ad as _ad
+
+from remat_jax.compat.tracing import setting
+
+Change = Callable[[Callable[..., Any], bool], Callable[..., Any]]
+"""Takes a function f and whether f returns aux beside its differentiated outputs, and returns the function to differentiate."""
+
+_ENTRIES = ("linearize", "jvp")
+"""The functions of JAX that get the user's function from `grad`, `value_and_grad`, `vjp`, `linearize` and `jvp`."""
+_change: ContextVar[Change | None] = ContextVar("change", default=None)
+_lock = threading.Lock()
+_users = 0
+_originals: dict[str, Callable[..., Any]] = {}
+
+
+@contextlib.contextmanager
+def changing_differentiated(change: Change | None) -> Iterator[None]:
+    """Inside this context JAX differentiates `change(f, has_aux)` instead of f, whatever asks for a derivative of f.
+
+    None changes nothing.
+
+    JAX has no hook, so its entries are replaced while any thread is in such a context. Other threads are not affected.
+    """
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1:
+            for name in _ENTRIES:
+                _originals[name] = getattr(_ad, name)
+                setattr(_ad, name, _looking_up(_originals[name]))
+    try:
+        with setting(_change, change):
+            yield
+    finally:
+        with _lock:
+            _users -= 1
+            if not _users:
+                for name in _ENTRIES:
+                    setattr(_ad, name, _originals.pop(name))
+
+
+def _looking_up(entry: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(entry)
+    def changed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        change = _change.get()
+        return entry(function if change is None else change(function, bool(kwargs.get("has_aux"))), *args, **kwargs)
+
+    return changed
