@@ -150,10 +150,6 @@ def test_what_cannot_be_calibrated_is_an_error(job):
         Predictor(job, "cpu", -1)
     with pytest.raises(PolicyError, match="calibration holds None"):
         Predictor(job, "cpu", ["full", None])
-    step = job.step("off")
-    finished = rj.Workload.from_step(step.function, *step.arguments, blocks=Block)
-    with pytest.raises(UnsupportedError, match="finished step"):
-        Predictor(finished, "cpu", ["full", "dots"])
     with pytest.raises(UnsupportedError, match="too few for 8 different policies"):
         random_policies(_tiny(), 8)
 
