@@ -37,8 +37,8 @@ def checkpoint_blocks(fn: Callable[P, R], policies: Mapping[Block, Any], *, own_
     Under `LayerPolicies` the i-th call of the block, in forward order, runs under the i-th policy. A scan over the blocks
     becomes several scans, one for each run of equal policies; parameters and results do not change. `fn` must then be
     traceable. If `fn` takes gradients of the blocks, as a train step does, each function that it differentiates counts its
-    blocks by itself, and blocks outside of these functions have no policy. Eager calls retrace `fn` every time; an identical trace reuses
-    the compiled program, unless the trace contains a `custom_vjp`, a callback or a `jax.checkpoint` with a policy.
+    blocks by itself, and blocks outside of these functions have no policy. Eager calls retrace `fn` every time; an identical
+    trace reuses the compiled program, unless the trace contains a `custom_vjp`, a callback or a `jax.checkpoint` with a policy.
 
     Args:
       fn: any function that runs the model, under `jit` or not, differentiated or not.
@@ -53,7 +53,8 @@ def checkpoint_blocks(fn: Callable[P, R], policies: Mapping[Block, Any], *, own_
       BlockError: when called, if a block is never called, or if it is called more or less often than it has policies by layer.
       NoEffectError: when called, if a selector matches no residual, or if there is nothing to offload. With policies by layer,
         each run of layers is checked.
-      UnsupportedError: when called, only with policies by layer: if the block is in a `while` loop or a `custom_root`, or if `fn` writes to an NNX object that is not among its arguments.
+      UnsupportedError: when called, only with policies by layer: if the block is in a `while` loop or a `custom_root`, or if
+        `fn` writes to an NNX object that is not among its arguments.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp
     >>> from remat_jax.cost.count import matmuls
