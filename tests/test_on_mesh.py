@@ -110,7 +110,7 @@ def test_an_axis_too_few_or_too_many_is_an_error():
     with pytest.raises(ArgumentError, match=f"divides dimension 0 of \\[{BATCH}, 16\\] into 16 parts"):
         job.on_mesh("fsdp=16,tensor=1")
     step = rj.Workload.from_step(lambda x: x * 2, X, blocks="*")
-    with pytest.raises(UnsupportedError, match="is a finished step"):
+    with pytest.raises(UnsupportedError, match="is a finished step; give the mesh to"):
         step.on_mesh("data=8")
 
 
@@ -149,7 +149,7 @@ def test_the_state_of_an_nnx_model_is_everywhere():
     # Shardings refer to the caller's arguments, here too.
     given = job.on_mesh("data=8", (None, P("data")))
     assert given.shardings[-1].spec == P("data") and given.step("full").local_arguments[-1].shape == (1, 16)
-    with pytest.raises(ArgumentError, match="3 entries for params and 1 arguments of batch"):
+    with pytest.raises(ArgumentError, match=r"3 entries; expected a tuple with an entry for each of params, batch\[0\]"):
         job.on_mesh("data=8", (None, None, P("data")))
 
 
