@@ -115,7 +115,8 @@ def _mesh_and_shardings_of(arguments: tuple[Any, ...], names: tuple[str, ...]) -
         return sharding if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else None
 
     placed = filter(None, map(place, jax.tree.leaves(arguments)))
-    meshes = [dict(shape) for shape in dict.fromkeys(tuple(sharding.mesh.shape.items()) for sharding in placed)]
+    by_shape = {tuple(sharding.mesh.shape.items()): sharding.mesh for sharding in placed}
+    meshes = [dict(shape) for shape in by_shape]
     if len(meshes) > 1:
         raise ArgumentError(
             f"{names[0]} to {names[-1]} are on several meshes, {' and '.join(map(str, meshes))}: put all on one mesh, or give "
@@ -123,7 +124,13 @@ def _mesh_and_shardings_of(arguments: tuple[Any, ...], names: tuple[str, ...]) -
         )
     if not meshes:
         return None, None
-    return meshes[0], jax.tree.map(lambda leaf: sharding.spec if (sharding := place(leaf)) else PartitionSpec(), arguments)
+    (mesh,) = by_shape.values()
+    device = mesh.abstract_mesh.abstract_device
+    abstract_mesh = as_mesh(meshes[0])
+    if device is not None and device.platform != "cpu":
+        # A shard_map over the mesh of GPUs or TPUs must be traced under a mesh of such devices.
+        abstract_mesh = abstract_mesh.update(abstract_device=device)
+    return abstract_mesh, jax.tree.map(lambda leaf: sharding.spec if (sharding := place(leaf)) else PartitionSpec(), arguments)
 
 
 def argument_shardings(

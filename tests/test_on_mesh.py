@@ -73,6 +73,19 @@ def test_arrays_that_are_on_a_mesh_say_which():
         rj.Workload(lambda p, x, y: (Mlp().apply(p, x + y) ** 2).sum(), params, batch, Mlp)
 
 
+def test_a_shard_map_over_the_mesh_of_described_devices_is_traced():
+    """JAX compares the devices of both meshes. MaxText's `train_compile` makes such a mesh."""
+    device = jax.sharding.AbstractDevice(device_kind="TPU v5", num_cores=2, platform="tpu")
+    mesh = MESH_OF_TWO.update(abstract_device=device)
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("data")))
+
+    def loss(w, x):
+        return w * jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x).sum()
+
+    job = rj.Workload(loss, jax.ShapeDtypeStruct((), jnp.float32), (x,), "*")
+    assert job.mesh == mesh and job.step("off").local_arguments[2].shape == (4, 16)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
