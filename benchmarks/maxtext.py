@@ -9,7 +9,9 @@
 MaxText's `train_compile` compiles its training step and prints its memory analysis. The same function, arguments and shardings
 then go to `Workload.from_step`, and `measure` compiles them again, under `off`, which keeps MaxText's own checkpoints, or under
 `--policy`, which replaces them. Without arguments there is a row for each remat policy of `POLICIES`. Words such as
-`model_name=llama2-7b` are settings of MaxText. A compilation takes minutes.
+`model_name=llama2-7b` are settings of MaxText. A compilation takes minutes; a small model takes less:
+
+    … full model_name=default base_emb_dim=128 base_num_query_heads=1 base_num_kv_heads=1 vocab_size=512 max_target_length=256
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # this process and the compile p
 
 import jax  # noqa: E402
 import maxtext  # noqa: E402
+from flax.linen.partitioning import axis_rules  # noqa: E402
 from maxtext.models.llama2 import LlamaDecoderLayer  # noqa: E402
 from maxtext.trainers.pre_train import train_compile  # noqa: E402
 
@@ -68,9 +71,9 @@ def compiled_twice(
 
     def compile_both(function: Any, arguments: Any, keywords: Any, mesh: Any, *options: Any) -> Any:
         compiled = compile_own(function, arguments, keywords, mesh, *options)
-        inputs, results, _, donated, _, rules = options
+        inputs, results, _, donated, config, _ = options
         step = jax.jit(function, in_shardings=inputs, out_shardings=results)
-        with jax.set_mesh(mesh), mesh, rules:
+        with jax.set_mesh(mesh), mesh, axis_rules(config.logical_axis_rules):
             job = rj.Workload.from_step(step, *arguments, blocks=LlamaDecoderLayer, donate_argnums=donated, name="MaxText")
             reports.append(rj.measure(job, policy, settings["compile_topology"], TIMEOUT))
         return compiled
