@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -77,25 +78,33 @@ def shown(mesh: AbstractMesh) -> str:
 # --- shardings --------------------------------------------------------------------------------------------------------
 
 
-def on_mesh(mesh: Any, shardings: Any, params: Any, batch: tuple[Any, ...]) -> tuple[AbstractMesh | None, tuple[Any, ...]]:
-    """A workload's mesh, and its tuple of shardings (for params, for batch[0], …). For a single device: (None, ()).
+def on_mesh(
+    mesh: Any, shardings: Any, arguments: tuple[Any, ...], names: tuple[str, ...]
+) -> tuple[AbstractMesh | None, tuple[Any, ...]]:
+    """A workload's mesh, and its tuple of shardings, one for each of `arguments`. For a single device: (None, ()).
 
     If neither `mesh` nor `shardings` is given, both are read from the arrays.
     """
     if mesh is None and shardings is None:
-        mesh, shardings = _mesh_and_shardings_of(params, batch)
+        mesh, shardings = _mesh_and_shardings_of(arguments, names)
         if mesh is None:
             return None, ()
     if mesh is None or shardings is None:
         present, lacking = ("shardings", "mesh") if mesh is None else ("mesh", "shardings")
         raise ArgumentError(f"{present} without {lacking}: they belong together; give both, or neither for a single device")
-    if any(compat.is_on_host(leaf) for leaf in jax.tree.leaves((params, batch))):
-        raise UnsupportedError("params or batch: arrays in host memory are not supported on a mesh; give them in device memory")
+    for name, argument in zip(names, arguments, strict=True):
+        if any(map(compat.is_on_host, jax.tree.leaves(argument))):
+            raise UnsupportedError(f"{name}: arrays in host memory are not supported on a mesh; give them in device memory")
     abstract_mesh = as_mesh(mesh)
-    return abstract_mesh, argument_shardings(abstract_mesh, shardings, params, batch)
+    return abstract_mesh, argument_shardings(abstract_mesh, shardings, arguments, names)
 
 
-def _mesh_and_shardings_of(params: Any, batch: tuple[Any, ...]) -> tuple[Any, Any]:
+def argument_names(batch: tuple[Any, ...]) -> tuple[str, ...]:
+    """The names of a loss's arguments in errors."""
+    return ("params", *(f"batch[{index}]" for index in range(len(batch))))
+
+
+def _mesh_and_shardings_of(arguments: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, Any]:
     """The mesh of the arrays on several devices (sizes by axis name), and the `PartitionSpec`s of all arrays.
 
     Arrays on one device get an empty spec. (None, None) if no array is on several devices.
@@ -105,38 +114,43 @@ def _mesh_and_shardings_of(params: Any, batch: tuple[Any, ...]) -> tuple[Any, An
         sharding = getattr(leaf, "sharding", None)
         return sharding if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else None
 
-    placed = filter(None, map(place, jax.tree.leaves((params, batch))))
-    meshes = [dict(shape) for shape in dict.fromkeys(tuple(sharding.mesh.shape.items()) for sharding in placed)]
+    placed = filter(None, map(place, jax.tree.leaves(arguments)))
+    by_shape = {tuple(sharding.mesh.shape.items()): sharding.mesh for sharding in placed}
+    meshes = [dict(shape) for shape in by_shape]
     if len(meshes) > 1:
         raise ArgumentError(
-            f"params and batch are on several meshes, {' and '.join(map(str, meshes))}: put both on one mesh, or give "
+            f"{names[0]} to {names[-1]} are on several meshes, {' and '.join(map(str, meshes))}: put all on one mesh, or give "
             "mesh=… and shardings=…"
         )
     if not meshes:
         return None, None
-    return meshes[0], jax.tree.map(
-        lambda leaf: sharding.spec if (sharding := place(leaf)) else PartitionSpec(), (params, *batch)
-    )
+    (mesh,) = by_shape.values()
+    device = mesh.abstract_mesh.abstract_device
+    abstract_mesh = as_mesh(meshes[0])
+    if device is not None and device.platform != "cpu":
+        # A shard_map over the mesh of GPUs or TPUs must be traced under a mesh of such devices.
+        abstract_mesh = abstract_mesh.update(abstract_device=device)
+    return abstract_mesh, jax.tree.map(lambda leaf: sharding.spec if (sharding := place(leaf)) else PartitionSpec(), arguments)
 
 
-def argument_shardings(mesh: AbstractMesh, shardings: Any, params: Any, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A `NamedSharding` for each array of `params` and of each argument of `batch`; `shardings` is as for `Workload`.
+def argument_shardings(
+    mesh: AbstractMesh, shardings: Any, arguments: tuple[Any, ...], names: tuple[str, ...]
+) -> tuple[Any, ...]:
+    """A `NamedSharding` for each array of `arguments`, called `names` in errors; `shardings` is as for `Workload`.
 
     >>> x = jax.ShapeDtypeStruct((16, 4), "float32")
     >>> mesh = AbstractMesh((8,), ("data",))
-    >>> argument_shardings(mesh, (None, PartitionSpec("data")), x, (x,))[1].shard_shape(x.shape)
+    >>> argument_shardings(mesh, (None, PartitionSpec("data")), (x, x), ("params", "batch[0]"))[1].shard_shape(x.shape)
     (2, 4)
     """
-    expected = "a tuple: for params, then for each argument of batch, such as (PartitionSpec('fsdp'), PartitionSpec('data'))"
+    example = "(PartitionSpec('fsdp'), PartitionSpec('data'))"
+    expected = f"a tuple with an entry for each of {', '.join(names)}, such as {example}"
     if not isinstance(shardings, tuple) or isinstance(shardings, PartitionSpec):
         raise ArgumentError(f"shardings={shardings!r}: expected {expected}")
-    if not 1 <= len(shardings) <= 1 + len(batch):
-        raise ArgumentError(
-            f"shardings: {len(shardings)} entries for params and {len(batch)} arguments of batch; expected {expected}"
-        )
-    names = ("params", *(f"batch[{index}]" for index in range(len(batch))))
-    arguments = itertools.zip_longest(shardings, (params, *batch), names)
-    return tuple(_of_argument(mesh, entry, tree, name) for entry, tree, name in arguments)
+    if not 1 <= len(shardings) <= len(names):
+        raise ArgumentError(f"shardings: {len(shardings)} entries; expected {expected}")
+    entries = itertools.zip_longest(shardings, arguments, names)
+    return tuple(_of_argument(mesh, entry, tree, name) for entry, tree, name in entries)
 
 
 def _of_argument(mesh: AbstractMesh, shardings: Any, tree: Any, name: str) -> Any:
@@ -152,7 +166,7 @@ def _of_argument(mesh: AbstractMesh, shardings: Any, tree: Any, name: str) -> An
         except ValueError as error:
             raise ArgumentError(f"shardings for {name} are not a pytree prefix of it: {error}") from error
     pairs = zip(specs, arrays, strict=True)
-    checked = [_checked(mesh, spec, leaf.shape, f"{name}/{path}" if path else name) for spec, (path, leaf) in pairs]
+    checked = [_checked(mesh, spec, np.shape(leaf), f"{name}/{path}" if path else name) for spec, (path, leaf) in pairs]
     return jax.tree.unflatten(treedef, checked)
 
 

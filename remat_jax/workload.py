@@ -21,6 +21,7 @@ from remat_jax.apply.switch import repeated_modules
 from remat_jax.core.marks import Block
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.mesh import (
+    argument_names,
     argument_shardings,
     as_mesh,
     local_struct,
@@ -148,7 +149,7 @@ class Workload:
         self.optimizer = optimizer
         self._model = ModelArrays(params)
         self.params = structs(self._model.arrays, "params")
-        self.mesh, self.shardings = on_mesh(mesh, shardings, self._model.arrays, batch)
+        self.mesh, self.shardings = on_mesh(mesh, shardings, (self._model.arrays, *batch), argument_names(batch))
         self.loss, self.own_loss, self._states = under(self.mesh, self._model.loss(loss)), loss, 0
         self.blocks = _checked_blocks(blocks)
         self.trainable = trainable if trainable is not None else self._model.trainable
@@ -165,6 +166,8 @@ class Workload:
         *args: Any,
         blocks: Any,
         donate_argnums: int | Sequence[int] = (),
+        mesh: Any = None,
+        shardings: Any = None,
         name: str | None = None,
         own_checkpoints: str = "replace",
     ) -> Workload:
@@ -174,6 +177,10 @@ class Workload:
         as for a loss. The step may be of any kind: a closure over the batch, dropout keys, micro-batches in a scan, LoRA, an
         `nnx.Optimizer`. What the step writes to NNX objects among `args` (a model, an `nnx.Optimizer`, metrics) is a result
         of the step. `jax.jit` drops such writes; a `RematWarning` says so.
+
+        Args:
+          mesh, shardings: as for `Workload`, with an entry of `shardings` for each of `args`. The step itself decides the
+            shardings of its results: by its `out_shardings` or constraints, or it leaves them to the compiler.
 
         >>> import flax.linen as nn, jax, jax.numpy as jnp
         >>> model, x = nn.Sequential([nn.Dense(8), nn.Dense(8)]), jnp.ones((4, 8))
@@ -190,7 +197,7 @@ class Workload:
             raise ArgumentError(f"step={step!r}: expected a function, the training step")
         self.own = OwnCheckpoints(own_checkpoints)
         self.own_loss = None
-        self.optimizer, self.trainable, self.mesh, self.shardings = None, None, None, ()
+        self.optimizer, self.trainable = None, None
         self.params, self.batch, self.has_aux, self.donate = None, (), False, bool(donate_argnums)
         self.whole_batch = ()
         self.blocks, self.name = _checked_blocks(blocks), name or str(getattr(step, "__name__", "step"))
@@ -199,8 +206,13 @@ class Workload:
             raise ArgumentError(
                 f"donate_argnums={donate_argnums!r}: expected positions among the {len(args)} arguments of step"
             )
-        self.loss, arguments = nnx_blocks.step_of_arrays(step, args, lambda tree: structs(tree, "args"))
-        self._finished, self._place = TrainingStep(self.loss, arguments, donated), None
+        arrays = nnx_blocks.arrays_of(args)
+        names = tuple(f"args[{index}]" for index in range(len(args)))
+        self.mesh, self.shardings = on_mesh(mesh, shardings, arrays, names)
+        function, arguments = nnx_blocks.step_of_arrays(step, args, lambda tree: structs(tree, "args"))
+        self.loss = under(self.mesh, function)
+        self._finished = TrainingStep(self.loss, arguments, donated, (), self.mesh, self.shardings)
+        self._place = None
         return self
 
     @classmethod
@@ -229,8 +241,10 @@ class Workload:
         _check_batch(batch)
         if options.get("mesh") is not None and options.get("shardings") is not None:
             # Check here, so that an error numbers the batch's arguments as the caller does. Other state is replicated.
-            described = structs(params, "params"), structs(batch, "batch")
-            of_state, *of_batch = argument_shardings(as_mesh(options["mesh"]), options["shardings"], *described)
+            described = structs(params, "params"), *structs(batch, "batch")
+            of_state, *of_batch = argument_shardings(
+                as_mesh(options["mesh"]), options["shardings"], described, argument_names(batch)
+            )
             options["shardings"] = (of_state, None, *of_batch)
         workload = cls(of_params, params, (rest, *batch), blocks, **options)
         workload._states = 1
@@ -256,7 +270,7 @@ class Workload:
         """
         if self.own_loss is None:
             raise UnsupportedError(
-                f"mesh={mesh!r}: {self.name!r} is a finished step (Workload.from_step); give its loss instead"
+                f"mesh={mesh!r}: {self.name!r} is a finished step; give the mesh to Workload.from_step(…, mesh=…, shardings=…)"
             )
         new_mesh = as_mesh(mesh)
         if shardings is None and self.mesh is not None:
@@ -267,7 +281,9 @@ class Workload:
             if shardings is None:
                 of_params, *of_batch = usual_shardings(new_mesh, *arguments)
             else:
-                of_params, *of_batch = argument_shardings(new_mesh, shardings, *arguments)
+                of_params, *of_batch = argument_shardings(
+                    new_mesh, shardings, (arguments[0], *arguments[1]), argument_names(arguments[1])
+                )
             shardings = (of_params, *[None] * self._states, *of_batch)
         options = {name: getattr(self, name) for name in ("optimizer", "trainable", "has_aux", "donate", "name")}
         options |= {"mesh": new_mesh, "shardings": shardings, "own_checkpoints": self.own.choice}

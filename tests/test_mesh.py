@@ -42,8 +42,13 @@ def mlp(**options):
         (ArgumentError, "shardings without mesh", None, (P(), P())),
         (ArgumentError, "mesh={'data': 0}: expected sizes by axis name", {"data": 0}, (P(),)),
         (ArgumentError, "mesh=8: expected a jax.sharding.Mesh or AbstractMesh", 8, (P(),)),
-        (ArgumentError, "expected a tuple: for params, then for each argument of batch", {"data": 8}, P("data")),
-        (ArgumentError, "3 entries for params and 1 arguments of batch", {"data": 8}, (P(), P(), P())),
+        (ArgumentError, r"expected a tuple with an entry for each of params, batch\[0\], such as", {"data": 8}, P("data")),
+        (
+            ArgumentError,
+            r"3 entries; expected a tuple with an entry for each of params, batch\[0\]",
+            {"data": 8},
+            (P(), P(), P()),
+        ),
         (ArgumentError, r"for batch\[0\] names the axis 'fsdp', but the mesh has data", {"data": 8}, (P(), P("fsdp"))),
         (ArgumentError, r"divides dimension 1 of \[16, 3\] into 8 parts, but 3 is not", {"data": 8}, (P(None, "data"),)),
         (ArgumentError, r"has 3 entries, but the shape \[8, 16\] has 2 dimensions", {"data": 8}, (P(), P(None, None, "data"))),
@@ -185,6 +190,32 @@ def test_a_device_is_given_its_part_and_hands_back_as_much():
     assert on_eight.argument_bytes == 3 * FLOAT * (matrices // 8 + norms) + 4 + 2 * TOKEN * BATCH * LENGTH // 4
     assert on_eight.alias_bytes == 3 * FLOAT * (matrices // 8 + norms) + 4, "nothing that is donated is lost"
     assert on_eight.temp_bytes < on_one.temp_bytes / 3
+
+
+def test_a_finished_step_on_a_mesh_has_the_bytes_of_the_workloads_step():
+    step = small_llama(MESH, optimizer=optax.adam(1e-3)).step("off")
+    expected = rj.measure(small_llama(MESH, optimizer=optax.adam(1e-3)), "off", "8xcpu")
+    options = {"blocks": "*", "donate_argnums": (0, 1)}
+    given = rj.Workload.from_step(step.function, *step.arguments, **options, mesh=MESH, shardings=step.shardings)
+    placed = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), step.arguments, step.shardings
+    )
+    read = rj.Workload.from_step(step.function, *placed, **options)
+    for job in (given, read):
+        report = rj.measure(job, "off", "8xcpu")
+        assert (report.device_bytes, report.alias_bytes) == (expected.device_bytes, expected.alias_bytes)
+    with pytest.raises(ArgumentError, match=r"4 entries; expected a tuple with an entry for each of args\[0\], args\[1\]"):
+        rj.Workload.from_step(lambda w, x: w, X, X, blocks="*", mesh={"data": 8}, shardings=(None,) * 4)
+
+
+def test_the_shardings_of_a_finished_steps_nnx_model_are_those_of_its_arrays():
+    model = nnx.eval_shape(lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
+    mesh = as_mesh({"data": 8})
+    kernel = jax.ShapeDtypeStruct((16, 16), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    model.kernel.set_raw_value(kernel)
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("data")))
+    job = rj.Workload.from_step(lambda model, x: model(x).sum(), model, x, blocks="*")
+    assert sorted(leaf.shape for leaf in jax.tree.leaves(job.step("off").local_arguments)) == [(1, 16), (2, 16), (16,)]
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from remat_jax.errors import ArgumentError, TargetError, UnsupportedError
 from remat_jax.hardware import google, target
 from remat_jax.hardware.rates import Rates
 from remat_jax.memory.compile.backends import backend_of
+from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.measure import measure_many
 from remat_jax.overview import compared
 from remat_jax.overview.compared import Compared
@@ -245,6 +246,24 @@ def test_a_compiler_that_is_missing_or_of_another_jax(monkeypatch: pytest.Monkey
     monkeypatch.setattr(xla.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match="XLA's TPU compiler is not installed: pip install"):
         rj.measure(job(), "full", "v5e")
+
+
+@pytest.mark.parametrize(("name", "cores"), [("v4", 2), ("v5e", 1), ("v5p", 2), ("v5p-8", 2), ("v6e", 1), ("tpu7x", 1)])
+def test_a_kernel_reads_the_number_of_cores_that_jax_gives_the_chip(name: str, cores: int) -> None:
+    """The numbers are those of the devices of `get_topology_desc`. The error is JAX's for a kernel without a device."""
+    chip, seen = target(name), []
+    places: dict[str, Any] = {"mesh": {"data": 4}, "shardings": (None,)} if chip.devices > 1 else {}
+
+    def step(x: jax.Array) -> jax.Array:
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        if device is None and not seen:
+            raise RuntimeError("specify an AbstractDevice")
+        seen.extend([] if device is None else [device.num_cores])
+        return x
+
+    job = rj.Workload.from_step(step, jax.ShapeDtypeStruct((8,), jnp.float32), blocks="*", **places)
+    export_step("kernel", job.step("off"), chip)
+    assert set(seen) == {cores}
 
 
 def test_libtpu_is_quiet_where_there_is_no_tpu(tmp_path: Path) -> None:

@@ -111,20 +111,27 @@ def step_of_arrays(step: Call, args: tuple[Any, ...], structs: Call) -> tuple[Ca
     objects = Objects([leaf for leaf in flat if is_node(leaf)])
     nodes = iter(NodeCopies(objects, structs(objects.leaves)).nodes)
     abstract = jax.tree.unflatten(treedef, [next(nodes) if is_node(leaf) else structs(leaf) for leaf in flat])
-    pure, state, *_ = as_pure_function(_in_paths(step), abstract, {})
+    pure, *_ = as_pure_function(_in_paths(step), abstract, {})
     _warn_of_lost_writes(step, abstract)
-    ends = [len(Objects(nodes_in(abstract[: place + 1])).leaves) for place in range(len(args))]
-    parts = [
-        (state[start:end], [None if is_node(leaf) else leaf for leaf in jax.tree.leaves(arg, is_leaf=is_node)])
-        for start, end, arg in zip([0, *ends], ends, abstract, strict=False)
-    ]
 
     def of_arrays(*parts: Any) -> list[Any]:
         arguments = [leaf for _, leaves in parts for leaf in leaves]
         arrays, _ = pure([leaf for leaves, _ in parts for leaf in leaves], *arguments)
         return list(arrays)
 
-    return of_arrays, tuple(parts)
+    return of_arrays, arrays_of(abstract)
+
+
+def arrays_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of the function that `step_of_arrays` returns, with the arrays of `args`."""
+    if not nodes_in(args):
+        return args
+    leaves = Objects(nodes_in(args)).leaves
+    ends = [len(Objects(nodes_in(args[: place + 1])).leaves) for place in range(len(args))]
+    return tuple(
+        (leaves[start:end], [None if is_node(leaf) else leaf for leaf in jax.tree.leaves(arg, is_leaf=is_node)])
+        for start, end, arg in zip([0, *ends], ends, args, strict=False)
+    )
 
 
 def _in_paths(step: Call) -> Call:

@@ -220,8 +220,10 @@ _lowered_device: ContextVar[Any] = ContextVar("lowered_device", default=None)
 
 
 @contextlib.contextmanager
-def lowering_for(target: str, device_kinds: Sequence[str], platform: str = "gpu") -> Iterator[None]:
+def lowering_for(target: str, device_kinds: Sequence[str], platform: str = "gpu", cores: int | None = None) -> Iterator[None]:
     """In this context JAX lowers for a GPU or TPU (`platform`) named `device_kinds[0]`, which need not be present.
+
+    `cores` is JAX's number of cores in a TPU device, which Pallas kernels read too.
 
     Pallas kernels read the name. A kernel in a `shard_map` reads the name from the mesh of the `shard_map`; `mesh.under` gives
     the name to that mesh.
@@ -232,9 +234,7 @@ def lowering_for(target: str, device_kinds: Sequence[str], platform: str = "gpu"
             f"target={target!r} does not state JAX's name for the device, which a Pallas kernel needs to compile: add it to "
             'the target\'s table, for example device_kinds = ["NVIDIA H200"]'
         )
-    device = jax.sharding.AbstractDevice(
-        device_kind=device_kinds[0], num_cores=1 if platform == "tpu" else None, platform=platform
-    )
+    device = jax.sharding.AbstractDevice(device_kind=device_kinds[0], num_cores=cores, platform=platform)
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     with setting(_lowered_device, device), jax.sharding.use_abstract_mesh(mesh):
         yield

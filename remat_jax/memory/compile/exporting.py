@@ -116,7 +116,9 @@ def _exported(
             # JAX lowers a Pallas kernel for the attached device unless a context names another device.
             if "AbstractDevice" not in str(error) or described is not contextlib.nullcontext:
                 raise
-            described = functools.partial(compat.lowering_for, target.name, target.device_kinds, target.kind)
+            described = functools.partial(
+                compat.lowering_for, target.name, target.device_kinds, target.kind, backend.cores(target)
+            )
     raise AssertionError("each reason to try again is met once")
 
 

@@ -72,6 +72,10 @@ class Backend(abc.ABC):
     def read(self, answer: Mapping[str, Any], folder: Path, program: ExportedProgram, target: Target) -> Sizes:
         """The sizes of one program, from the compile process's answer and from the files in `folder` (`entry`)."""
 
+    def cores(self, target: Target) -> int | None:
+        """JAX's number of cores in a device, which Pallas kernels may read; None where JAX has no such number."""
+        return None
+
     def check_program(self, jaxpr: Any) -> None:  # noqa: B027
         """Raise UnsupportedError if a traced program contains what the compiler is known to refuse."""
 

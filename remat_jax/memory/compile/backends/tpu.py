@@ -47,6 +47,10 @@ class TpuBackend(Backend):
         """No TPU is looked for. Without the last variable libtpu locks a file, and a second compile process is refused."""
         return without_accelerator(**QUIET, ALLOW_MULTIPLE_LIBTPU_LOAD="1")
 
+    def cores(self, target: Target) -> int | None:
+        """Two in the configuration "megacore", which makes one device of a chip's two cores."""
+        return 2 if target.chip["config"] == "megacore" else 1
+
     def topology(self, target: Target) -> dict[str, Any] | None:
         """The slices, on hosts with four chips; the slice of a single chip has a host of its own."""
         shape, chip = target.topology, target.chip
