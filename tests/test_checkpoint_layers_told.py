@@ -12,6 +12,7 @@ import pytest
 
 import remat_jax as rj
 from remat_jax import compat
+from remat_jax.cost.count import matmuls
 from remat_jax.errors import BlockError, NoEffectError, UnsupportedError
 from remat_jax.memory.hlo.live import module_path
 from remat_jax.memory.measure import measure_many
@@ -116,11 +117,12 @@ def test_what_has_no_layers_to_tell_apart_is_refused() -> None:
 
 
 @pytest.mark.parametrize("scanned", [False, True])
-def test_a_gradient_taken_inside_is_refused(scanned: bool) -> None:
+def test_a_gradient_may_be_taken_inside(scanned: bool) -> None:
     loss, params, x = make_loss(layers=2, scanned=scanned)
-    step = rj.checkpoint_blocks(jax.grad(loss), {Mlp: "1 x full | 1 x dots"})
-    with pytest.raises(UnsupportedError, match="block=Mlp: .* differentiate the function that it returns"):
-        step(params, x)
+    policies = {Mlp: "1 x full | 1 x dots"}
+    inside, outside = rj.checkpoint_blocks(jax.grad(loss), policies), jax.grad(rj.checkpoint_blocks(loss, policies))
+    assert matmuls(inside, params, x) == matmuls(outside, params, x) > matmuls(jax.grad(loss), params, x)
+    assert jax.tree.all(jax.tree.map(lambda one, other: bool((one == other).all()), inside(params, x), outside(params, x)))
 
 
 def test_workloads_take_policies_by_layer() -> None:

@@ -111,4 +111,4 @@ def test_bad_usage_exits_2_before_the_users_file_is_run(tmp_path, monkeypatch, a
 
 def test_a_step_that_does_not_call_its_blocks_cannot_be_planned(file):
     done = run(f"{file}:step", "--budget", "9 MiB", "--target", "cpu")
-    assert done.exit_code == 1 and "block='layers': the glob matches no path of a called module" in done.stderr
+    assert done.exit_code == 2 and "block='layers': the glob matches no path of a called module" in done.stderr

@@ -18,7 +18,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import remat_jax as rj
-from remat_jax.errors import BlockError, UnsupportedError
+from remat_jax.errors import BlockError, PlanningError, UnsupportedError
 from remat_jax.planning import blocks
 
 LAYERS, ROWS, WIDTH = 4, 8, 6
@@ -329,7 +329,7 @@ def test_a_plan_of_a_step_is_the_plan_of_its_loss() -> None:
 
     finished = rj.Workload.from_step(jax.jit(train_step), state, x, blocks=Layer, donate_argnums=0)
     of_loss = rj.Workload(loss, state.params, (x,), Layer, optimizer=state.tx)
-    made, expected = (rj.plan(job, "4MiB", "cpu") for job in (finished, of_loss))
+    made, expected = (rj.plan(job, "3.9MiB", "cpu") for job in (finished, of_loss))
     assert not made.is_off and dict(made.policies) == dict(expected.policies)
     assert made.recompute_flops == expected.recompute_flops
     # A TrainState counts its steps too.
@@ -342,7 +342,7 @@ def test_a_plan_of_a_step_is_the_plan_of_its_loss() -> None:
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
     planned = jax.eval_shape(made.apply(train_step), state, x)
     assert jax.tree.structure(planned) == jax.tree.structure(jax.eval_shape(train_step, state, x))
-    with pytest.raises(rj.PlanningError, match="has the parameter 1 of shape"):
+    with pytest.raises(PlanningError, match=r"planned for x float32\[4096, 6\], called with float32\[8, 6\]"):
         made.apply(train_step)(state, X)
     with pytest.raises(UnsupportedError, match="allow=\\['head_in_chunks'\\]: workload='train_step' is a finished step"):
         rj.plan(finished, "2MiB", "cpu", allow=["head_in_chunks"])

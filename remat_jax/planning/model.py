@@ -37,7 +37,7 @@ class Model:
       blocks: the `block_key` of each block.
       mesh: (name, size) of each axis with more than one device; None if unknown, as in older files.
       checkpoints: the number of `jax.checkpoint` regions in the loss, a scanned region counted once; None if unknown, as for a
-        finished step, all of whose arguments are `parameters`.
+        finished step, whose first argument counts as the parameters.
     """
 
     parameters: tuple[Leaf, ...]
@@ -51,12 +51,15 @@ class Model:
         """The model of a workload."""
         if workload.has_loss:
             loss, *arguments = workload.split_loss("off")
-            parameters, regions = workload.params, _regions(loss, (*arguments, *workload.batch))
-        else:  # a finished step: the plan is applied to the step, which has all arguments
-            parameters, regions = workload.step("off").arguments, None
+            (parameters, batch), regions = (
+                (workload.params, workload.whole_batch),
+                _regions(loss, (*arguments, *workload.batch)),
+            )
+        else:  # a finished step: the plan is applied to the step itself
+            (parameters, *batch), regions = workload.step("off").arguments or ((),), None
         mesh = _axes(workload.mesh) if workload.mesh is not None else ()
         keys = tuple(map(block_key, workload.blocks))
-        return cls(_leaves(parameters), _leaves(workload.whole_batch), keys, mesh, regions)
+        return cls(_leaves(parameters), _leaves(tuple(batch)), keys, mesh, regions)
 
     def check_workload(self, workload: Workload, plan_name: str) -> None:
         """Raise if a workload has another model, batch or mesh.
