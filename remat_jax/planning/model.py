@@ -50,16 +50,15 @@ class Model:
     def of(cls, workload: Workload) -> Model:
         """The model of a workload."""
         if workload.has_loss:
-            loss, *arguments = workload.split_loss("off")
-            (parameters, batch), regions = (
-                (workload.params, workload.whole_batch),
-                _regions(loss, (*arguments, *workload.batch)),
-            )
+            loss, trained, frozen = workload.split_loss("off")
+            parameters, batch = workload.params, workload.whole_batch
+            regions = _regions(loss, (trained, frozen, *workload.batch))
         else:  # a finished step: the plan is applied to the step itself
-            (parameters, *batch), regions = workload.step("off").arguments or ((),), None
+            arguments = workload.step("off").arguments
+            parameters, batch, regions = arguments[:1], arguments[1:], None
         mesh = _axes(workload.mesh) if workload.mesh is not None else ()
         keys = tuple(map(block_key, workload.blocks))
-        return cls(_leaves(parameters), _leaves(tuple(batch)), keys, mesh, regions)
+        return cls(_leaves(parameters), _leaves(batch), keys, mesh, regions)
 
     def check_workload(self, workload: Workload, plan_name: str) -> None:
         """Raise if a workload has another model, batch or mesh.
