@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from remat_jax import compat
@@ -44,14 +45,24 @@ def in_program_order(
     barriers = _barriers(jaxpr, len(residuals))
     fetches = _Fetches(others, _starts(jaxpr, list(barriers), others), [*cotangents, *fetched.values()])
     for index, eqn in enumerate(jaxpr.eqns):
-        copied = eqn.invars[: len(eqn.outvars)]
-        if eqn.primitive.name == "device_put" and all(not hasattr(atom, "val") and atom in on_device for atom in copied):
-            env.update((var, on_device[atom]) for atom, var in zip(copied, eqn.outvars, strict=True))
+        if eqn.primitive.name == "device_put" and all(not hasattr(atom, "val") and atom in on_device for atom in eqn.invars):
+            env.update((var, on_device[atom]) for atom, var in zip(eqn.invars, eqn.outvars, strict=True))
+            continue
+        if _is_fetch(eqn):
+            env[eqn.outvars[0]] = compat.fetched(value_of(eqn.invars[0], env), cotangents)
             continue
         held = barriers.get(index, [])
         env.update(zip(held, fetches.before(index, [env[var] for var in held]), strict=True))
         evaluate_equations([eqn], env, lambda *_: None)
     return [value_of(atom, env) for atom in jaxpr.outvars], fetches.values
+
+
+def _is_fetch(eqn: JaxprEqn) -> bool:
+    """Whether an equation copies an array from host to device memory, and does nothing else."""
+    if eqn.primitive.name != "device_put" or len(eqn.invars) > 1:
+        return False
+    source = getattr(eqn.invars[0].aval, "memory_space", None)
+    return source is jax.memory.Space.Host and eqn.params["devices"] == (jax.memory.Space.Device,)
 
 
 def _region_opened(eqn: JaxprEqn, inputs: list[Any]) -> list[Any] | None:

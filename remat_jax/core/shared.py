@@ -222,20 +222,14 @@ def residuals_of(linear: Any, primals: Sequence[Any], offers: Sequence[Offer], *
     return Residuals(values, kept, tuple(slots), spares, run)
 
 
-def back_on_device(
-    residuals: Sequence[Any], slots: Sequence[Slot], spares: Sequence[Any], waits: Sequence[Any] = ()
-) -> list[Any]:
-    """`residuals` in the form of `Residuals.kept`: each parked input is replaced by its spare, or fetched from the host.
-
-    Args:
-      waits: the arrays that a fetch waits for (`compat.fetched`).
-    """
+def back_on_device(residuals: Sequence[Any], slots: Sequence[Slot], spares: Sequence[Any]) -> list[Any]:
+    """`residuals` in the form of `Residuals.kept`: each parked input is replaced by its spare, or fetched from the host."""
     filled, waiting = list(residuals), iter(spares)
     for slot in slots:
         if slot.reading is not None:
             filled[slot.place] = next(waiting)
         else:
-            filled[slot.place] = compat.fetched(filled[slot.place], waits)
+            filled[slot.place] = jax.device_put(filled[slot.place], jax.memory.Space.Device)
     return filled
 
 

@@ -155,7 +155,7 @@ def _transpose(
     parked = [Slot(slot.place, None) for slot in slots if slot.place not in there]
 
     def pullback(residuals: list[Any], cotangents: list[Any]) -> list[Any]:
-        kept = back_on_device(residuals, parked, (), cotangents)
+        kept = back_on_device(residuals, parked, ())
         linear = jax.linear_transpose(
             lambda *directions: jex.jaxpr_as_fun(jaxpr)(*kept, *directions), *(tangent.aval for tangent in tangents)
         )
