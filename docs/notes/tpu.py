@@ -1,6 +1,7 @@
 """What XLA:TPU says of memory, compiled for described chips: it needs `pip install 'jax[tpu]'`, and no TPU.
 
 python docs/notes/tpu.py            where the offloaded inputs of unrolled layers are, on a v5p
+python docs/notes/tpu.py package    the same with the package, on several chips
 python docs/notes/tpu.py limits     the largest array that a step can update on each chip
 """
 
@@ -11,17 +12,21 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")
-os.environ.update(TPU_LOG_DIR="disabled")
+os.environ.update(TPU_LOG_DIR="disabled", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 from jax import export, lax
 from jax.experimental import topologies
+
+import remat_jax as rj
 
 LAYERS, WIDTH, ROWS, MIB = 8, 2048, 16384, 2**20
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -225,6 +230,47 @@ def limits() -> None:
         print(f"| {chip} | {least:,} MiB | {said[1] if said else 'unknown'} GiB |", flush=True)
 
 
+class Block(nn.Module):
+    """The same layer in Linen, with biases."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The layer's output."""
+        hidden = nn.gelu(nn.Dense(4 * WIDTH, dtype=jnp.bfloat16, name="up")(x))
+        return x + nn.Dense(WIDTH, dtype=jnp.bfloat16, name="down")(hidden)
+
+
+class Stack(nn.Module):
+    """Unrolled layers."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The last layer's output."""
+        for number in range(LAYERS):
+            x = Block(name=f"layer_{number}")(x)
+        return x
+
+
+def package(chips: Sequence[str] = ("v5e", "v5p", "v6e")) -> None:
+    """Print what `remat_jax.measure` says of the offload of unrolled layers, with Adam."""
+    model, x = Stack(), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(model.apply(params, x).astype(jnp.float32) ** 2)
+
+    job = rj.Workload(loss, params, (x,), Block, optimizer=optax.adam(1e-3))
+    print("| chip | policy | temp | on the host | compute | copies out covered | copies back covered |")
+    print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    for chip in chips:
+        for policy in ("full", "offload_inputs"):
+            report = rj.measure(job, policy, chip, timeout=3600)
+            shares = (report.overlap.out, report.overlap.back) if report.overlap else ()
+            covered = " | ".join(f"{each.covered:.0%} of {each.coverable:.0%}" for each in shares) or "| "
+            sizes = f"{report.temp_bytes / MIB:.0f} MiB | {report.host_bytes / MIB:.0f} MiB"
+            print(f"| {chip} | {policy} | {sizes} | {(report.compute_seconds or 0) * 1e3:.0f} ms | {covered} |", flush=True)
+
+
 def main() -> None:
     """Print the table of offloads."""
     device = described("v5p")
@@ -237,4 +283,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    limits() if sys.argv[1:] == ["limits"] else main()
+    {"limits": limits, "package": package}.get("".join(sys.argv[1:]), main)()
