@@ -140,7 +140,7 @@ def test_unrolled_offload_frees_memory() -> None:
     assert offloaded.host_bytes == moved
     assert plain.device_bytes - offloaded.device_bytes >= 0.6 * moved
     assert offloaded.overlap is not None
-    assert offloaded.overlap.back.covered > 0.5
+    assert offloaded.overlap.back.covered > 0.6 * offloaded.overlap.back.coverable
 
 
 def test_a_mesh_over_two_slices() -> None:
