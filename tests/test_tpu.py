@@ -127,11 +127,21 @@ def test_a_plan_is_a_step_that_the_compiler_takes() -> None:
     assert not any(word in note for note in plan.notes for word in ("Triton", "cuBLAS", "GPU"))
 
 
-def test_unrolled_layers_are_not_planned_with_offload() -> None:
+def test_unrolled_layers_on_several_chips_are_not_planned_with_offload() -> None:
     backend = backend_of(target("v5e"))
-    refused = backend.refused_offload(scanned=False, nested=False)
+    refused = backend.refused_offload(scanned=False, nested=False, devices=4)
     assert refused is not None and "scan them" in refused.sentence
-    assert backend.refused_offload(scanned=True, nested=False) is None
+    assert backend.refused_offload(scanned=True, nested=False, devices=4) is None
+    assert backend.refused_offload(scanned=False, nested=False, devices=1) is None
+
+
+def test_unrolled_offload_frees_memory() -> None:
+    plain, offloaded = measure_many(job(scan=False, rows=8 * ROWS), ["full", "offload_inputs"], "v5p")
+    moved = LAYERS * 8 * RESIDUAL
+    assert offloaded.host_bytes == moved
+    assert plain.device_bytes - offloaded.device_bytes >= 0.6 * moved
+    assert offloaded.overlap is not None
+    assert offloaded.overlap.back.covered > 0.6 * offloaded.overlap.back.coverable
 
 
 def test_a_mesh_over_two_slices() -> None:

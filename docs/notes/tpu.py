@@ -1,26 +1,32 @@
 """What XLA:TPU says of memory, compiled for described chips: it needs `pip install 'jax[tpu]'`, and no TPU.
 
 python docs/notes/tpu.py            where the offloaded inputs of unrolled layers are, on a v5p
+python docs/notes/tpu.py package    the same with the package, on several chips
 python docs/notes/tpu.py limits     the largest array that a step can update on each chip
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost")
-os.environ.update(TPU_LOG_DIR="disabled")
+os.environ.update(TPU_LOG_DIR="disabled", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 from jax import export, lax
 from jax.experimental import topologies
+
+import remat_jax as rj
 
 LAYERS, WIDTH, ROWS, MIB = 8, 2048, 16384, 2**20
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -32,10 +38,10 @@ def layer(x: jax.Array, w: Weights) -> jax.Array:
     return x + jnp.tanh(x @ w[0]) @ w[1]
 
 
-def never(array: jax.Array) -> jax.Array:
-    """0, computed from an array in a way that no compiler sees through: k (k + 1) is even."""
-    k = lax.bitcast_convert_type(array.ravel()[0], jnp.int16).astype(jnp.int32)
-    return lax.rem(k * (k + 1), 2)
+def never(*arrays: jax.Array) -> jax.Array:
+    """0, computed from arrays in a way that no compiler sees through: k (k + 1) is even."""
+    elements = [lax.bitcast_convert_type(array.ravel()[0], jnp.int16).astype(jnp.int32) for array in arrays]
+    return sum((lax.rem(k * (k + 1), 2) for k in elements), jnp.int32(0))
 
 
 def at(ws: Weights, place: int) -> Weights:
@@ -82,18 +88,58 @@ def unrolled(fetch: Callable[[jax.Array, jax.Array], jax.Array] | None) -> Calla
     return gradients
 
 
-def stacked(ws: Weights, x: jax.Array) -> Any:
-    """The gradients with all inputs in one array on the host, each read at a place that depends on the cotangent."""
+def stacked(ws: Weights, x: jax.Array, *, after_gradients: bool) -> Any:
+    """The gradients with all inputs in one array on the host, each read at a place that depends on the cotangent.
+
+    Args:
+      after_gradients: whether the place also depends on the weights' gradients of the layer whose backward pass came before.
+    """
     weights = [at(ws, place) for place in range(LAYERS)]
     x, stack = jnp.sin(x), jax.device_put(jnp.zeros((LAYERS * ROWS, WIDTH), x.dtype), HOST)
     for place, w in enumerate(weights):
         stack = lax.dynamic_update_slice(stack, jax.device_put(x, HOST), (place * ROWS, 0))
         x = layer(x, w)
-    ct, gradients = (2 * x / x.size).astype(x.dtype), []
+    ct, gradients = (2 * x / x.size).astype(x.dtype), list[Weights]()
     for place, w in reversed(list(enumerate(weights))):
-        kept = jax.device_put(lax.dynamic_slice(stack, (place * ROWS + never(ct), 0), (ROWS, WIDTH)), DEVICE)
+        waits = [ct, *(gradients[-1] if gradients and after_gradients else ())]
+        kept = jax.device_put(lax.dynamic_slice(stack, (place * ROWS + never(*waits), 0), (ROWS, WIDTH)), DEVICE)
         ct, gradient = jax.vjp(layer, kept, w)[1](ct)
         gradients.append(gradient)
+    return jax.tree.map(lambda *each: jnp.stack(each), *gradients[::-1])
+
+
+def after(value: jax.Array, *waits: jax.Array) -> jax.Array:
+    """`value`, selected once an element of each array of `waits` is known."""
+    return jnp.where(never(*waits) == 0, value, 0)
+
+
+def in_halves(kept: jax.Array, *waits: jax.Array) -> jax.Array:
+    """`kept`, on the host, copied back in two halves, whose places depend on `waits`."""
+    half = kept.shape[0] // 2
+    parts = [lax.dynamic_slice(kept, (place + never(*waits), 0), (half, kept.shape[1])) for place in (0, half)]
+    return jnp.concatenate([jax.device_put(part, DEVICE) for part in parts])
+
+
+def linked(ws: Weights, x: jax.Array) -> Any:
+    """The gradients as remat_jax computes them: each layer fetches the input of the layer whose backward pass comes next.
+
+    In the forward pass, a layer's output waits for the copy of the previous layer's input to the host. In the backward pass,
+    the next layer's input waits for this layer's gradients.
+    """
+    weights = [at(ws, place) for place in range(LAYERS)]
+    x, inputs = jnp.sin(x), list[jax.Array]()
+    for w in weights:
+        inputs.append(jax.device_put(x, HOST))
+        x = layer(x, w)
+        if len(inputs) > 1:
+            x = after(x, jax.device_put(lax.dynamic_slice(inputs[-2], (0, 0), (16, WIDTH)), DEVICE))
+    ct, gradients = (2 * x / x.size).astype(x.dtype), list[Weights]()
+    kept = in_halves(inputs[-1], ct)
+    for place, w in reversed(list(enumerate(weights))):
+        following = in_halves(inputs[place - 1], ct, kept) if place else kept
+        ct, gradient = jax.vjp(layer, kept, w)[1](ct)
+        gradients.append(gradient)
+        kept = after(following, *gradient)
     return jax.tree.map(lambda *each: jnp.stack(each), *gradients[::-1])
 
 
@@ -106,7 +152,15 @@ FORMS: dict[str, tuple[str, Callable[[Weights, jax.Array], Any]]] = {
     "scan": ("on the device", scanned),
     "unrolled": ("on the device", unrolled(None)),
     "unrolled, offloaded": ("on the host, behind a barrier", unrolled(barrier)),
-    "unrolled, stacked": ("in one array on the host, at a place that depends on the cotangent", stacked),
+    "unrolled, stacked": (
+        "in one array on the host, at a place that depends on the cotangent",
+        functools.partial(stacked, after_gradients=False),
+    ),
+    "the same, in order": (
+        "at a place that depends on the cotangent and on the last gradients",
+        functools.partial(stacked, after_gradients=True),
+    ),
+    "unrolled, linked": ("each apart, in halves, at such places, one layer early", linked),
 }
 
 
@@ -176,6 +230,47 @@ def limits() -> None:
         print(f"| {chip} | {least:,} MiB | {said[1] if said else 'unknown'} GiB |", flush=True)
 
 
+class Block(nn.Module):
+    """The same layer in Linen, with biases."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The layer's output."""
+        hidden = nn.gelu(nn.Dense(4 * WIDTH, dtype=jnp.bfloat16, name="up")(x))
+        return x + nn.Dense(WIDTH, dtype=jnp.bfloat16, name="down")(hidden)
+
+
+class Stack(nn.Module):
+    """Unrolled layers."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The last layer's output."""
+        for number in range(LAYERS):
+            x = Block(name=f"layer_{number}")(x)
+        return x
+
+
+def package(chips: Sequence[str] = ("v5e", "v5p", "v6e")) -> None:
+    """Print what `remat_jax.measure` says of the offload of unrolled layers, with Adam."""
+    model, x = Stack(), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(model.apply(params, x).astype(jnp.float32) ** 2)
+
+    job = rj.Workload(loss, params, (x,), Block, optimizer=optax.adam(1e-3))
+    print("| chip | policy | temp | on the host | compute | copies out covered | copies back covered |")
+    print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    for chip in chips:
+        for policy in ("full", "offload_inputs"):
+            report = rj.measure(job, policy, chip, timeout=3600)
+            shares = (report.overlap.out, report.overlap.back) if report.overlap else ()
+            covered = " | ".join(f"{each.covered:.0%} of {each.coverable:.0%}" for each in shares) or "| "
+            sizes = f"{report.temp_bytes / MIB:.0f} MiB | {report.host_bytes / MIB:.0f} MiB"
+            print(f"| {chip} | {policy} | {sizes} | {(report.compute_seconds or 0) * 1e3:.0f} ms | {covered} |", flush=True)
+
+
 def main() -> None:
     """Print the table of offloads."""
     device = described("v5p")
@@ -188,4 +283,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    limits() if sys.argv[1:] == ["limits"] else main()
+    {"limits": limits, "package": package}.get("".join(sys.argv[1:]), main)()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from remat_jax.compat.data_ties import fetched as fetched
+from remat_jax.compat.data_ties import held as held
 from remat_jax.compat.differentiation import changing_differentiated as changing_differentiated
 from remat_jax.compat.donation import reusing_the_same_memory as reusing_the_same_memory
 from remat_jax.compat.equations import body_of_call as body_of_call

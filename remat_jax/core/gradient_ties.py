@@ -43,15 +43,26 @@ def in_program_order(
     on_device = {jaxpr.invars[place]: value for place, value in fetched.items()}
     env = values_of_inputs(flat, [*residuals, *cotangents])
     barriers = _barriers(jaxpr, len(residuals))
-    fetches = _Fetches(others, _starts(jaxpr, list(barriers), others))
+    fetches = _Fetches(others, _starts(jaxpr, list(barriers), others), [*cotangents, *fetched.values()])
     for index, eqn in enumerate(jaxpr.eqns):
         if eqn.primitive.name == "device_put" and all(not hasattr(atom, "val") and atom in on_device for atom in eqn.invars):
             env.update((var, on_device[atom]) for atom, var in zip(eqn.invars, eqn.outvars, strict=True))
+            continue
+        if _is_fetch(eqn):
+            env[eqn.outvars[0]] = compat.fetched(value_of(eqn.invars[0], env), cotangents)
             continue
         held = barriers.get(index, [])
         env.update(zip(held, fetches.before(index, [env[var] for var in held]), strict=True))
         evaluate_equations([eqn], env, lambda *_: None)
     return [value_of(atom, env) for atom in jaxpr.outvars], fetches.values
+
+
+def _is_fetch(eqn: JaxprEqn) -> bool:
+    """Whether an equation copies an array from host to device memory, and does nothing else."""
+    if eqn.primitive.name != "device_put" or len(eqn.invars) > 1:
+        return False
+    source = getattr(eqn.invars[0].aval, "memory_space", None)
+    return source is jax.memory.Space.Host and eqn.params["devices"] == (jax.memory.Space.Device,)
 
 
 def _region_opened(eqn: JaxprEqn, inputs: list[Any]) -> list[Any] | None:
@@ -86,8 +97,9 @@ class _Fetches:
     of the pass's FLOPs are done. The largest copies come last, so that a copy still runs at the end.
     """
 
-    def __init__(self, on_host: Sequence[Any], starts: Mapping[int | None, Sequence[int]]) -> None:
+    def __init__(self, on_host: Sequence[Any], starts: Mapping[int | None, Sequence[int]], waits: Sequence[Any]) -> None:
         self.values = list(on_host)
+        self._waits = waits
         self._starts = starts
         self._under_way: list[int] = []
         self.before(None, [])
@@ -100,7 +112,7 @@ class _Fetches:
             held, copies, value = compat.optimization_barrier((held, copies, self.values[number]))
             for place, copy in zip(earlier, copies, strict=True):
                 self.values[place] = copy
-            self.values[number] = jax.device_put(value, jax.memory.Space.Device)
+            self.values[number] = compat.fetched(value, self._waits)
             self._under_way.append(number)
         return held if index in self._starts else compat.optimization_barrier(held)
 

@@ -315,11 +315,14 @@ def _leave_forward(
     """
     if not hands_on:
         outputs, residuals, others = compat.optimization_barrier((outputs, residuals, others))
+        outputs = compat.held(outputs, others)
         return outputs, outputs, residuals, others
     on_host = {place: residual for place, residual in enumerate(residuals) if can_be_handed(residual)}
     kept = {place: residual for place, residual in enumerate(residuals) if place not in on_host}
     outputs, kept, others = compat.optimization_barrier((outputs, kept, others))
+    outputs = compat.held(outputs, others)
     once_tied, on_host = compat.optimization_barrier((outputs, on_host))
+    once_tied = compat.held(once_tied, in_order(on_host))
     return outputs, once_tied, in_order(kept | on_host), others
 
 

@@ -52,6 +52,7 @@ def tied(block: Block, offers: Sequence[Offer] = (), *, waits: bool = True) -> B
         outputs, linear = jax.linearize(of_some(block, primals, live), *(primals[index] for index in live))
         held = residuals_of(linear, primals, offers, waits=waits)
         outputs, residuals = compat.optimization_barrier((outputs, held.values))
+        outputs = compat.held(outputs, list(filter(compat.is_on_host, residuals)))
         changes, _ = bind_linear(held, residuals, outputs, [tangents[index] for index in live])
         return outputs, [changes[index] if index in changes else zero_tangent(out) for index, out in enumerate(outputs)]
 
@@ -162,7 +163,10 @@ def _transpose(
 
     backward = jax.make_jaxpr(pullback)(residuals, concrete)
     gradients, others = in_program_order(backward, residuals, concrete, fetched, others)
-    gradients = list(map(transposed_no_more, compat.optimization_barrier(gradients)))
+    gradients, others = compat.optimization_barrier(gradients), compat.held(others, gradients)
+    if not (handed or before):
+        gradients = compat.held(gradients, gradients)
+    gradients = list(map(transposed_no_more, gradients))
     back = iter(others)
     # An array that stays on the device was not fetched. The cotangent of its ghost is zeros, which nothing reads.
     given_back = [
@@ -198,7 +202,7 @@ def _enter_linked(
     kept = {place: there.get(place, residual) for place, residual in enumerate(residuals) if place not in fetched}
     if any(isinstance(value, ad.Zero) for value in fetched.values()):
         on_host, kept, cotangents = compat.optimization_barrier((on_host, kept, cotangents))
-        fetched = {place: jax.device_put(value, jax.memory.Space.Device) for place, value in on_host.items()}
+        fetched = {place: compat.fetched(value, cotangents) for place, value in on_host.items()}
         fetched, others = compat.optimization_barrier((fetched, others))
     else:
         fetched, kept, cotangents, others = compat.optimization_barrier((fetched, kept, cotangents, others))

@@ -90,7 +90,10 @@ def _no_link(described: Described, target: Target, host_budget: int | None) -> s
 def _without_refused_offload(described: Described, target: Target, findings: list[PlanFinding]) -> tuple[Described, str]:
     """`described` without the offload that the compiler refuses or miscompiles; why named policies may not offload."""
     stack, backend = described.stack, backend_of(target)
-    refused = [backend.refused_offload(scanned=kind.scanned, nested=kind.program.call.nested) for kind in described.kinds]
+    refused = [
+        backend.refused_offload(scanned=kind.scanned, nested=kind.program.call.nested, devices=target.devices)
+        for kind in described.kinds
+    ]
     refusal = next(filter(None, refused), None)
     if refusal is None:
         return described, ""

@@ -79,8 +79,13 @@ class Backend(abc.ABC):
     def check_program(self, jaxpr: Any) -> None:  # noqa: B027
         """Raise UnsupportedError if a traced program contains what the compiler is known to refuse."""
 
-    def refused_offload(self, *, scanned: bool, nested: bool) -> RefusedOffload | None:
-        """Why the residuals of a block in a scan (`nested`: inside another scan) cannot be offloaded; None if they can."""
+    def refused_offload(self, *, scanned: bool, nested: bool, devices: int) -> RefusedOffload | None:
+        """Why the residuals of a block on so many devices cannot be offloaded; None if they can.
+
+        Args:
+          scanned: whether the block is in a scan.
+          nested: whether this scan is inside another scan.
+        """
         return None
 
     def attention_kernel(self, *, suits_cudnn: bool) -> str:

@@ -63,7 +63,7 @@ class GpuBackend(Backend):
         """XLA:GPU cannot compile offload in a scan inside another scan."""
         refuse_nested_offload(jaxpr)
 
-    def refused_offload(self, *, scanned: bool, nested: bool) -> RefusedOffload | None:
+    def refused_offload(self, *, scanned: bool, nested: bool, devices: int) -> RefusedOffload | None:
         """Offload in a scan inside another scan, and with some versions of JAX in any scan."""
         if scanned and compat.miscompiles_scanned_offload():
             reason = f"JAX {jax.__version__} miscompiles offload inside scan"

@@ -64,11 +64,11 @@ class TpuBackend(Backend):
             "wrap": list(wraps(shape)),
         }
 
-    def refused_offload(self, *, scanned: bool, nested: bool) -> RefusedOffload | None:
-        """Offload of unrolled layers, which frees no memory."""
-        if scanned:
+    def refused_offload(self, *, scanned: bool, nested: bool, devices: int) -> RefusedOffload | None:
+        """Offload of unrolled layers on several devices, which frees no memory (`compat.data_ties`)."""
+        if scanned or devices == 1:
             return None
-        reason = "XLA:TPU copies the offloaded residuals of unrolled layers back at once"
+        reason = "on several TPUs, XLA copies the offloaded residuals of unrolled layers back at once"
         return RefusedOffload(reason, f"{reason} (docs/notes/tpu.md), so unrolled layers offload nothing here; scan them")
 
     def attention_kernel(self, *, suits_cudnn: bool) -> str:
