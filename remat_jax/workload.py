@@ -10,21 +10,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh
 
 from remat_jax.apply import nnx as nnx_blocks
 from remat_jax.apply.blocks import AS_WRITTEN, OwnCheckpoints, under_policies
-from remat_jax.apply.inner_loss import InnerLoss, inner_loss, place_of_loss
+from remat_jax.apply.inner_loss import InnerLoss, LossInside
 from remat_jax.apply.pytrees import ModelArrays
-from remat_jax.apply.scope import BlockPolicies, checked_block
+from remat_jax.apply.scope import BlockPolicies, checked_blocks
 from remat_jax.apply.switch import repeated_modules
-from remat_jax.core.marks import Block
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.mesh import (
     argument_names,
     argument_shardings,
     as_mesh,
-    local_struct,
     on_mesh,
     pinned,
     specs_for,
@@ -33,45 +30,11 @@ from remat_jax.mesh import (
     usual_shardings,
 )
 from remat_jax.policy import as_block_policy, is_off
+from remat_jax.step import TrainingStep
 from remat_jax.train import plain
 from remat_jax.train.micro_batches import fewer_rows, micro_batched
 from remat_jax.train.parameters import check_trained, path_text, result_structs, split, structs
 from remat_jax.train.updates import check_optimizer, updated
-
-Blocks = tuple[Block, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainingStep:
-    """A training step: the user's own step (`Workload.from_step`), or a step made from a loss.
-
-    Attributes:
-      function: the step; it takes `arguments` and may return anything.
-      arguments: pytrees of shapes and dtypes; nothing is allocated.
-      donate_argnums: the positions of the donated arguments, whose buffers the step may reuse.
-      names: the arguments' names in reports; if empty, reports use positions.
-      mesh: the mesh that the step is partitioned over; None for a single device.
-      shardings: a tuple with a pytree of shardings for each argument; empty without a mesh.
-    """
-
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    donate_argnums: tuple[int, ...]
-    names: tuple[str, ...] = ()
-    mesh: AbstractMesh | None = None
-    shardings: tuple[Any, ...] = ()
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The names of the arguments, or their positions in words."""
-        return self.names or tuple(f"argument {place}" for place in range(len(self.arguments)))
-
-    @property
-    def local_arguments(self) -> tuple[Any, ...]:
-        """One device's shards of the arguments; without a mesh, the arguments."""
-        if self.mesh is None:
-            return self.arguments
-        return jax.tree.map(local_struct, self.arguments, self.shardings)
 
 
 class Workload:
@@ -118,8 +81,8 @@ class Workload:
     micro_batches: int = 1
     """The number of micro-batches in which a step computes the gradient; `batch` is one of them, `whole_batch` are all."""
     whole_batch: tuple[Any, ...]
-    _place: int | None = None
-    """Of a finished step: the place of its loss among the gradients that it takes (`inner_loss`)."""
+    _inside: LossInside | None = None
+    """The loss inside a finished step."""
     declared: str | None = None
     """`"sum"` or `"mean"` if the loss was declared to be one over the examples, and not proved to be."""
 
@@ -151,7 +114,7 @@ class Workload:
         self.params = structs(self._model.arrays, "params")
         self.mesh, self.shardings = on_mesh(mesh, shardings, (self._model.arrays, *batch), argument_names(batch))
         self.loss, self.own_loss, self._states = under(self.mesh, self._model.loss(loss)), loss, 0
-        self.blocks = _checked_blocks(blocks)
+        self.blocks = checked_blocks(blocks)
         self.trainable = trainable if trainable is not None else self._model.trainable
         self.has_aux, self.donate = has_aux, donate
         check_trained(split(self.params, self.trainable)[0])
@@ -200,7 +163,7 @@ class Workload:
         self.optimizer, self.trainable = None, None
         self.params, self.batch, self.has_aux, self.donate = None, (), False, bool(donate_argnums)
         self.whole_batch = ()
-        self.blocks, self.name = _checked_blocks(blocks), name or str(getattr(step, "__name__", "step"))
+        self.blocks, self.name = checked_blocks(blocks), name or str(getattr(step, "__name__", "step"))
         donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
         if not all(isinstance(index, int) and 0 <= index < len(args) for index in donated):
             raise ArgumentError(
@@ -212,7 +175,7 @@ class Workload:
         function, arguments = nnx_blocks.step_of_arrays(step, args, lambda tree: structs(tree, "args"))
         self.loss = under(self.mesh, function)
         self._finished = TrainingStep(self.loss, arguments, donated, (), self.mesh, self.shardings)
-        self._place = None
+        self._inside = LossInside(self.loss, arguments, self.name)
         return self
 
     @classmethod
@@ -326,11 +289,8 @@ class Workload:
         Raises:
           UnsupportedError: the step takes no gradient through its blocks, or several.
         """
-        assert self._finished is not None, "a finished step"
-        function, arguments = self._finished.function, self._finished.arguments
-        if self._place is None:
-            self._place = place_of_loss(function, arguments, self._policies("full"), self.name)
-        return inner_loss(function, arguments, policies or BlockPolicies(()), self._place)
+        assert self._inside is not None, "a finished step"
+        return self._inside.under(policies, self._policies("full"))
 
     @property
     def replaced_checkpoints(self) -> int:
@@ -438,10 +398,3 @@ class Workload:
 def _check_batch(batch: Any) -> None:
     if not isinstance(batch, tuple):
         raise ArgumentError(f"batch={type(batch).__name__}: expected a tuple of arguments; write (batch,) for a single one")
-
-
-def _checked_blocks(blocks: Any) -> Blocks:
-    listed = blocks if isinstance(blocks, tuple) else (blocks,)
-    if not listed:
-        raise ArgumentError("blocks=(): expected at least one class, marked function or glob on module paths")
-    return tuple(checked_block(block, "blocks") for block in listed)

@@ -18,7 +18,7 @@ from remat_jax.errors import CompileError, TargetError, UnsupportedError
 from remat_jax.hardware import find_attached_with, target, targets
 from remat_jax.memory.compile import devices
 from remat_jax.memory.compile.exporting import export_step
-from remat_jax.workload import TrainingStep
+from remat_jax.step import TrainingStep
 
 WIDTH, ROWS = 32, 16
 FINDER = importlib.import_module("remat_jax.hardware.target")

@@ -17,7 +17,7 @@ from remat_jax.memory.compile import cache, compiler, options, process
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.options import Kernels
-from remat_jax.workload import TrainingStep
+from remat_jax.step import TrainingStep
 from tests.small_models import Attention, make_loss
 
 needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")

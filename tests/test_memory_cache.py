@@ -31,7 +31,7 @@ from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.hlo.copies import Copies, Overlap
 from remat_jax.memory.hlo.live import LiveBuffer
 from remat_jax.memory.hlo.schedule import StepTime
-from remat_jax.workload import TrainingStep
+from remat_jax.step import TrainingStep
 
 OVERLAP = Overlap(Copies(1, 2, 0.1, 0.2, 0.3), Copies(3, 4, 0.4, 0.5, 0.6), 1 / 3, 2e-9, 0.7)
 SIZES = Sizes(

@@ -30,7 +30,7 @@ from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.measure import measure_many
-from remat_jax.workload import TrainingStep
+from remat_jax.step import TrainingStep
 
 needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 

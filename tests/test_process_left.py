@@ -19,7 +19,7 @@ import pytest
 from remat_jax.hardware import target
 from remat_jax.memory.compile import compiler
 from remat_jax.memory.compile.exporting import export_step
-from remat_jax.workload import TrainingStep
+from remat_jax.step import TrainingStep
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

@@ -21,7 +21,7 @@ from remat_jax.memory.compile import cache, process
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.process import _remedy
-from remat_jax.workload import TrainingStep
+from remat_jax.step import TrainingStep
 
 HOLD = """
 import sys, time
@@ -36,7 +36,7 @@ import jax, jax.numpy as jnp
 from remat_jax.hardware import target
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
-from remat_jax.workload import TrainingStep
+from remat_jax.step import TrainingStep
 step = TrainingStep(lambda x: x * 2, (jax.ShapeDtypeStruct((8,), jnp.float32),), ())
 compile_programs([export_step("full", step, target("cpu"))], target("cpu"), timeout=60)
 """

@@ -20,7 +20,7 @@ from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.process import Question
-from remat_jax.workload import TrainingStep
+from remat_jax.step import TrainingStep
 
 GPU = compat.GPU_COMPILER_FLAGS
 

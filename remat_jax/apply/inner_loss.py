@@ -49,35 +49,47 @@ class InnerLoss:
         return smooth[0] if len(smooth) == 1 and not smooth[0].shape else sum(jnp.sum(out.real) for out in smooth)
 
 
-def inner_loss(step: Callable[..., Any], arguments: tuple[Any, ...], policies: BlockPolicies, place: int) -> InnerLoss:
-    """The loss of a training step under `policies`. `place` is its place among the gradients of the step (`place_of_loss`).
+@dataclass
+class LossInside:
+    """The loss inside a training step: the function that the step differentiates through its blocks.
 
-    Raises:
-      BlockError, NoEffectError: a block is never called, or a policy has no effect.
+    Attributes:
+      step: the step. arguments: the types of its arguments. name: its name in errors.
     """
-    gradients, jaxpr = _gradients(step, arguments, policies)
-    found, blocks = gradients[place], frozenset(block for block, _ in policies.entries)
-    return InnerLoss(found.jaxpr, blocks, found.frozen, found.trained, found.outputs, _rounds(jaxpr, found.scope) or 1)
 
+    step: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    name: str
+    _place: int | None = None
+    """The place of the loss among the gradients that the step takes."""
 
-def place_of_loss(step: Callable[..., Any], arguments: tuple[Any, ...], policies: BlockPolicies, name: str) -> int:
-    """The place, among the gradients that a training step takes, of the one through the blocks of `policies`.
+    def under(self, policies: BlockPolicies | None, of_blocks: BlockPolicies) -> InnerLoss:
+        """The loss under `policies`, or as written; `of_blocks` are any policies of the blocks.
 
-    Raises:
-      UnsupportedError: the step takes no gradient through a block, or several.
-      BlockError: a block is never called.
-    """
-    gradients, _ = _gradients(step, arguments, policies)
-    through = {str(each.jaxpr): place for place, each in enumerate(gradients) if next(marks(each.jaxpr), None) is not None}
-    if len(through) != 1:
-        number = "no gradient" if not through else f"{len(through)} gradients"
+        Raises:
+          UnsupportedError: the step takes no gradient through its blocks, or several.
+          BlockError, NoEffectError: a block is never called, or a policy has no effect.
+        """
+        if self._place is None:
+            self._place = self._place_of_loss(of_blocks)
+        policies = policies or BlockPolicies(())
+        gradients, jaxpr = _gradients(self.step, self.arguments, policies)
+        found, blocks = gradients[self._place], frozenset(block for block, _ in policies.entries)
+        return InnerLoss(found.jaxpr, blocks, found.frozen, found.trained, found.outputs, _rounds(jaxpr, found.scope) or 1)
+
+    def _place_of_loss(self, policies: BlockPolicies) -> int:
+        gradients, _ = _gradients(self.step, self.arguments, policies)
+        # A body that is traced twice has its gradient twice.
+        through = {str(each.jaxpr): place for place, each in enumerate(gradients) if any(marks(each.jaxpr))}
+        if len(through) == 1:
+            return through.popitem()[1]
+        number = f"{len(through)} gradients" if through else "no gradient"
         remedy = (
             "give the workload of each loss by itself, as Workload(loss, …)"
             if through
             else "check that the step differentiates the model, or that blocks names the layers that it differentiates"
         )
-        raise UnsupportedError(f"step={name!r} takes {number} through its blocks; expected one: {remedy}")
-    return through.popitem()[1]
+        raise UnsupportedError(f"step={self.name!r} takes {number} through its blocks; expected one: {remedy}")
 
 
 def _gradients(step: Callable[..., Any], arguments: tuple[Any, ...], policies: BlockPolicies) -> tuple[list[Gradient], Any]:

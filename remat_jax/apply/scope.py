@@ -131,6 +131,14 @@ def checked_block(block: Any, argument: str = "block") -> Block:
     )
 
 
+def checked_blocks(blocks: Any) -> tuple[Block, ...]:
+    """`blocks`, one or a tuple, each checked (`checked_block`)."""
+    listed = blocks if isinstance(blocks, tuple) else (blocks,)
+    if not listed:
+        raise ArgumentError("blocks=(): expected at least one class, marked function or glob on module paths")
+    return tuple(checked_block(block, "blocks") for block in listed)
+
+
 marked: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 """The functions that `block` has marked."""
 

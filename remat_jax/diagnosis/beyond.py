@@ -46,10 +46,11 @@ from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.mesh import under
 from remat_jax.policy import as_block_policy, is_off
+from remat_jax.step import TrainingStep
 from remat_jax.train import offload_optimizer
 from remat_jax.train.chunked_head import chunk_head
 from remat_jax.train.streaming import inlined
-from remat_jax.workload import TrainingStep, Workload
+from remat_jax.workload import Workload
 
 # JAX's attention kernel processes this number of queries, and of keys, at a time.
 _TILE = 128

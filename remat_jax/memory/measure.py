@@ -28,8 +28,9 @@ from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, kept_residuals, residuals
 from remat_jax.policy import Action, LayerPolicies, Policy, PolicyRule, as_block_policy, is_off
 from remat_jax.report.tables import format_bytes
+from remat_jax.step import TrainingStep
 from remat_jax.warning import silenced, warn
-from remat_jax.workload import TrainingStep, Workload
+from remat_jax.workload import Workload
 
 
 def measure(

@@ -26,7 +26,8 @@ from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT
 from remat_jax.mesh import pinned, under
 from remat_jax.planning.program import BlockProgram
-from remat_jax.workload import TrainingStep, Workload
+from remat_jax.step import TrainingStep
+from remat_jax.workload import Workload
 
 
 @dataclass(frozen=True)

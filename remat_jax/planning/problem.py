@@ -24,8 +24,9 @@ from remat_jax.planning.division import Shares, divided, gathered_bytes, residua
 from remat_jax.planning.nodes import Node, nodes, residual
 from remat_jax.planning.program import BlockProgram, Price, block_program
 from remat_jax.policy import Action, LayerPolicies, Policy, as_block_policy
+from remat_jax.step import TrainingStep
 from remat_jax.train.parameters import device_bytes
-from remat_jax.workload import TrainingStep, Workload
+from remat_jax.workload import Workload
 
 KEEP_ALL = ("off", "everything")
 """The named policies that keep all residuals."""

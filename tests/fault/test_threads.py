@@ -22,7 +22,7 @@ from remat_jax.memory.compile import cache, compiler
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.sizes import Sizes
-from remat_jax.workload import TrainingStep
+from remat_jax.step import TrainingStep
 from tests.small_models import Mlp, make_loss, to_host
 
 POLICIES = ("full", "dots", "everything", "offload_inputs", "save: *tanh*", "1 x full | 1 x dots")

@@ -20,8 +20,8 @@ from remat_jax.hardware import Target
 from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.mesh import check_context
+from remat_jax.step import TrainingStep
 from remat_jax.train.parameters import device_bytes
-from remat_jax.workload import TrainingStep
 
 # JAX understands "ALL" from 0.11 on. An older version's error names the refused custom calls, which are then allowed.
 _CUSTOM_CALLS = ("annotate_device_placement", "ALL")
