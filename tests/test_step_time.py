@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
 from remat_jax import compat
-from remat_jax.cost.kernels import named_kernels
+from remat_jax.cost.pallas import named_kernels
 from remat_jax.errors import ArgumentError, TargetError, UnsupportedError
 from remat_jax.hardware import target
 from remat_jax.hardware.products import FILL, REUSE, Product, reached_share
@@ -266,6 +267,25 @@ def test_a_pallas_kernel_says_its_operations_by_its_name() -> None:
     # This kernel computes the scores and their gradient twice in its backward pass: seven products where five suffice.
     assert (full["mha_forward"], full["mha_backward"]) == (2 * product, 7 * product)
     assert (causal["mha_forward"], causal["mha_backward"]) == (product, 3.5 * product)
+
+
+def test_splash_attention_runs_the_blocks_on_and_below_the_diagonal() -> None:
+    kernel = importlib.import_module("jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel")
+    masks = importlib.import_module("jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask")
+    heads, length, width, block = 2, 512, 128, 128
+    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
+    sizes = kernel.BlockSizes(**dict.fromkeys(names, block), use_fused_bwd_kernel=True)
+    x = jax.ShapeDtypeStruct((heads, length, width), jnp.bfloat16)
+
+    def kernels(mask: type) -> list[float]:
+        of_heads = masks.MultiHeadMask([mask((length, length))] * heads)
+        run = kernel.make_splash_mha(mask=of_heads, head_shards=1, q_seq_shards=1, block_sizes=sizes)
+        loss = lambda q, k, v: run(q, k, v).astype(jnp.float32).sum()  # noqa: E731
+        return sorted(named_kernels(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(x, x, x)).values())
+
+    product = 2 * heads * length * length * width
+    assert kernels(masks.FullMask) == [2 * product, 5 * product]
+    assert kernels(masks.CausalMask) == [2 * product * 10 / 16, 5 * product * 10 / 16], "10 of 4 × 4 blocks"
 
 
 @pytest.mark.parametrize("gpu", ["h200", "l40s"])
