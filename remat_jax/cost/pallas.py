@@ -53,8 +53,12 @@ def pallas_flops(eqn: Any, operands: Mapping[int, Any] | None = None) -> float:
     estimate = eqn.params.get("cost_estimate")
     if estimate is not None:
         return float(estimate.flops)
-    grid = tuple(size for size in eqn.params["grid_mapping"].grid if isinstance(size, int))
-    return float(math.prod(grid) * kernel_flops(compat.closed(eqn.params["jaxpr"]), grid, operands))
+    mapping = eqn.params["grid_mapping"]
+    programs = math.prod(size for size in mapping.grid if isinstance(size, int))
+    # The body does not see the axes that `vmap` has added.
+    grid = tuple(size for axis, size in enumerate(mapping.grid) if axis not in mapping.vmapped_dims)
+    known = grid if all(isinstance(size, int) for size in grid) else ()
+    return float(programs * kernel_flops(compat.closed(eqn.params["jaxpr"]), known, operands))
 
 
 def kernel_flops(jaxpr: Any, grid: tuple[int, ...] = (), operands: Mapping[int, Any] | None = None) -> float:
@@ -110,9 +114,10 @@ class _Scalars:
             self.values[eqn.outvars[0]] = np.int32(self.grid[params["axis"]])
         elif name == "get":
             table, at = self.tables.get(eqn.invars[0]), [self.value(atom) for atom in eqn.invars[1:]]
-            # One number for each axis, so that the result is a scalar.
+            # One number for each axis, so that the result is a scalar. A kernel may read past the table, and ignore the result.
             if table is not None and len(at) == np.ndim(table) and all(index is not None for index in at):
-                self.values[eqn.outvars[0]] = np.asarray(table)[tuple(np.asarray(index) for index in at)]
+                places = (np.clip(index, 0, size - 1) for index, size in zip(at, np.shape(table), strict=True))
+                self.values[eqn.outvars[0]] = np.asarray(table)[tuple(places)]
         elif eqn.invars and all(not atom.aval.shape for atom in eqn.invars) and name in _ELEMENTWISE:
             inputs = [self.value(atom) for atom in eqn.invars]
             if all(value is not None for value in inputs):
