@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -30,6 +32,7 @@ from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.report.tables import format_seconds, table
 
+LIBTPU = "LIBTPU_INIT_ARGS"
 COMPILED_DEPTHS = (2, 4)
 """The numbers of layers with which an unrolled step is compiled; other numbers are extrapolated from these two."""
 
@@ -72,12 +75,24 @@ def _times(case: Case, layers: int) -> tuple[float, float]:
     policy = case.policy if isinstance(case.policy, str) else {blocks[key]: text for key, text in case.policy.items()}
     target = target_named(case.target)
     # `rj.measure` has the same time, but compiles a second step to say what the policy frees.
-    with compiling(case.flags) if target.kind == "gpu" else nullcontext():
+    with compiling(case.flags) if target.kind == "gpu" else _libtpu(case.flags):
         program = export_step(name, work.step(policy), target)
         sizes = compile_programs([program], target, timeout=2400)[name]
     if sizes.time is None:
         raise SystemExit(f"{name}: {sizes.no_time} {sizes.refusal}")
     return sizes.time.seconds, sizes.time.compute_seconds
+
+
+@contextmanager
+def _libtpu(flags: str) -> Iterator[None]:
+    """A context in which compile processes pass `flags` to libtpu, and no others."""
+    before = os.environ.pop(LIBTPU, None)
+    os.environ.update({LIBTPU: flags} if flags else {})
+    try:
+        yield
+    finally:
+        os.environ.pop(LIBTPU, None)
+        os.environ.update({} if before is None else {LIBTPU: before})
 
 
 def ratios(rows: list[Row]) -> list[tuple[Case, float, float]]:

@@ -24,9 +24,12 @@ TENSOR = "tensor"
 Attention = Literal["pallas", "splash", "dense"]
 
 
-SPLASH_BLOCK = 512
-"""The side of a block in splash attention. MaxText has blocks of 2048, which take a compiler many minutes; the estimate of a
-kernel's time counts its operations, not its blocks."""
+SPLASH_BLOCK, SPLASH_TILE = 2048, 512
+"""In splash attention, the keys of a block, and the queries and keys that are computed at once.
+
+MaxText computes 2048 x 2048 at once, which a compiler takes many minutes for. The backward pass writes one gradient of the
+queries for each block of keys, so that these blocks must be as large as MaxText's.
+"""
 
 
 @dataclass(frozen=True)
@@ -208,18 +211,18 @@ def _dense_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def _splash_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """JAX's attention kernel for TPUs, with blocks of 2048 at most; the backward pass is one kernel."""
+    """JAX's attention kernel for TPUs; the backward pass is one kernel."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     length, heads = q.shape[1], q.shape[2]
-    sides = dict.fromkeys(("block_q", "block_kv", "block_kv_compute"), min(SPLASH_BLOCK, length))
-    sides |= {name: side for name in ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute") for side in [sides["block_q"]]}
+    tile, block = min(SPLASH_TILE, length), min(SPLASH_BLOCK, length)
+    sizes = {f"block_{name}": tile for name in ("q", "kv_compute", "q_dkv", "kv_dkv_compute")}
     run = kernel.make_splash_mha(
         mask=masks.MultiHeadMask([masks.CausalMask((length, length))] * heads),
         head_shards=1,
         q_seq_shards=1,
-        block_sizes=kernel.BlockSizes(**sides, use_fused_bwd_kernel=True),
+        block_sizes=kernel.BlockSizes(**sizes, block_kv=block, block_kv_dkv=block, use_fused_bwd_kernel=True),
     )
     q, k, v = (each.transpose(0, 2, 1, 3) for each in (q * q.shape[-1] ** -0.5, k, v))
     return jax.vmap(run)(q, k, v).transpose(0, 2, 1, 3)
