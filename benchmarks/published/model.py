@@ -21,7 +21,7 @@ from remat_jax import compat
 DTYPE = jnp.bfloat16
 TENSOR = "tensor"
 """The mesh axis over which heads and hidden features are sharded, if the mesh has it."""
-Attention = Literal["pallas", "splash", "dense"]
+Attention = Literal["pallas", "splash", "splash_512", "dense"]
 
 
 SPLASH_BLOCK, SPLASH_TILE = 2048, 512
@@ -47,7 +47,8 @@ class Shape:
         skips the layer's last matmul, whose result no gradient reads.
       pairs: whether every second layer is a `Kept`, for another policy.
       unrolled: whether layers are unrolled, as in PyTorch; otherwise they are under a scan, which stacks their residuals.
-      attention: JAX's Pallas kernel for GPUs, JAX's splash attention for TPUs, or scores in memory.
+      attention: JAX's Pallas kernel for GPUs; JAX's splash attention for TPUs; the same with blocks of 512 and two backward kernels,
+        like JAX's older kernel, which MaxText used in 2023; or scores in memory.
     """
 
     layers: int
@@ -118,7 +119,7 @@ class DecoderLayer(nn.Module):
         q, k, v = (dense(count * size, name)(normed).reshape(*x.shape[:2], count, size) for name, count in heads.items())
         q, k, v = (_split(each, TENSOR, None) for each in (q, k, v))
         q, k = (each if shape.is_gpt else _rotated(each) for each in (q, k))
-        if shape.attention != "splash":
+        if shape.attention in ("pallas", "dense"):
             k, v = (jnp.repeat(each, shape.heads // each.shape[2], axis=2) for each in (k, v))
         attended = self._attention(q, k, v).reshape(*x.shape[:2], shape.heads * size)
         x = x + _split(dense(shape.width, "out")(attended), TENSOR)
@@ -134,8 +135,8 @@ class DecoderLayer(nn.Module):
     def _attention(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         if self.shape.attention == "dense":
             return _dense_attention(q, k, v)
-        if self.shape.attention == "splash":
-            run: Callable[..., jax.Array] = _splash_attention
+        if self.shape.attention != "pallas":
+            run: Callable[..., jax.Array] = partial(_splash_attention, fused=self.shape.attention == "splash")
         else:
             run = partial(compat.attention_kernel(), segment_ids=None, sm_scale=q.shape[-1] ** -0.5, causal=True)
         if jax.sharding.get_abstract_mesh().empty:
@@ -210,19 +211,20 @@ def _dense_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
-def _splash_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """JAX's attention kernel for TPUs; the backward pass is one kernel."""
+def _splash_attention(q: jax.Array, k: jax.Array, v: jax.Array, fused: bool = True) -> jax.Array:
+    """JAX's attention kernel for TPUs; the backward pass is one kernel if `fused`, and otherwise two, with smaller blocks."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     length, heads = q.shape[1], q.shape[2]
-    tile, block = min(SPLASH_TILE, length), min(SPLASH_BLOCK, length)
+    tile, block = min(SPLASH_TILE, length), min(SPLASH_BLOCK if fused else SPLASH_TILE, length)
     sizes = {f"block_{name}": tile for name in ("q", "kv_compute", "q_dkv", "kv_dkv_compute")}
+    sizes |= {} if fused else {"block_q_dq": tile, "block_kv_dq": tile}
     run = kernel.make_splash_mha(
         mask=masks.MultiHeadMask([masks.CausalMask((length, length))] * heads),
         head_shards=1,
         q_seq_shards=1,
-        block_sizes=kernel.BlockSizes(**sizes, block_kv=block, block_kv_dkv=block, use_fused_bwd_kernel=True),
+        block_sizes=kernel.BlockSizes(**sizes, block_kv=block, block_kv_dkv=block, use_fused_bwd_kernel=fused),
     )
     q, k, v = (each.transpose(0, 2, 1, 3) for each in (q * q.shape[-1] ** -0.5, k, v))
     return jax.vmap(run)(q, k, v).transpose(0, 2, 1, 3)

@@ -20,7 +20,7 @@ MISTRAL_7B = replace(LLAMA31_8B, vocab=32000)
 GPT3_175B = Shape(96, 12288, 49152, 96, 50304, gated=False, tied=True, attention="splash")
 
 
-def relu(layers: int, width: int, hidden: int, heads: int, attention: Attention = "splash") -> Shape:
+def relu(layers: int, width: int, hidden: int, heads: int, attention: Attention = "splash_512") -> Shape:
     """A decoder of MaxText in 2023."""
     shape = Shape(layers, width, hidden, heads, 32768, head_size=256, gated=False, relu=True)
     return replace(shape, tied=True, attention=attention)
