@@ -47,8 +47,8 @@ class Shape:
         skips the layer's last matmul, whose result no gradient reads.
       pairs: whether every second layer is a `Kept`, for another policy.
       unrolled: whether layers are unrolled, as in PyTorch; otherwise they are under a scan, which stacks their residuals.
-      attention: JAX's Pallas kernel for GPUs; JAX's splash attention for TPUs; the same with blocks of 512 and two backward kernels,
-        like JAX's older kernel, which MaxText used in 2023; or scores in memory.
+      attention: JAX's Pallas kernel for GPUs; JAX's splash attention for TPUs; the same with blocks of 512 and two backward
+        kernels, like JAX's older kernel, which MaxText used in 2023; or scores in memory.
     """
 
     layers: int
