@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from remat_jax.core.matmuls import MATMULS, eqn_flops
 from remat_jax.cost.flat import Array, FlatEqn
-from remat_jax.cost.pallas import named_kernels as named_kernels
 from remat_jax.cost.pallas import pallas_flops
 
 
