@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from remat_jax import compat
 from remat_jax.cost.cost import Cost, jaxpr_cost, materialised, shares
 from remat_jax.cost.flat import flatten
-from remat_jax.cost.kernels import kernel_flops
+from remat_jax.cost.pallas import kernel_flops
 from remat_jax.hardware.rates import Rates
 
 M, K, N = 4, 6, 10

@@ -136,6 +136,7 @@ def test_all_that_the_answer_depends_on_is_in_its_name(monkeypatch: pytest.Monke
     names["program"] = digest(program(scale=3.0))
     names["donated"] = digest(dataclasses.replace(program(), donated=()))
     names["argument names"] = digest(dataclasses.replace(program(), arguments=("y",)))
+    names["kernels"] = digest(dataclasses.replace(program(), kernels=(("mha", 1.0),)))
     names["options"] = digest(options={"xla_gpu_enable_latency_hiding_scheduler": True})
     names["compiler"] = digest(described=target("h100"))
     names["rates"] = digest(described=dataclasses.replace(H200, host_link_bytes_per_s=5e10))
@@ -148,7 +149,7 @@ def test_all_that_the_answer_depends_on_is_in_its_name(monkeypatch: pytest.Monke
     with monkeypatch.context() as patched:
         patched.setattr(cache, "_packages", lambda: {"jaxlib": "99.0"})
         names["versions"] = digest()
-    assert len(set(names.values())) == len(names) == 11
+    assert len(set(names.values())) == len(names) == 12
     assert {"jax", "jaxlib"} <= set(cache._packages()) and digest() == names["plain"]
 
 

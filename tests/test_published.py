@@ -15,6 +15,7 @@ from benchmarks.published import tensor
 from benchmarks.published.__main__ import Row, allowed, figures, missed, ratios, row
 from benchmarks.published.cases import ABSOLUTE, CASES, SECOND, Case
 from benchmarks.published.model import Shape, workload
+from benchmarks.published.tpu_cases import GPT3_175B, LLAMA31_8B, LLAMA31_70B, TPU_CASES, fsdp, operations, relu
 
 SMALL = Shape(2, 256, 512, 2, 1024, kv_heads=1)
 
@@ -36,6 +37,34 @@ def test_the_decoder_has_the_parameters_of_its_shape(tied: bool) -> None:
     count = sum(leaf.size for leaf in jax.tree.leaves(workload(shape, 1, 128).params))
     attention, feed_forward = 256 * 256 * 2 + 256 * 128 * 2, 3 * 256 * 512
     assert count == 2 * (attention + feed_forward + 2 * 256) + (1 if tied else 2) * 1024 * 256 + 256
+
+
+@pytest.mark.parametrize(
+    "shape, billions",
+    [(relu(48, 6144, 24576, 24), 21.94), (relu(32, 5120, 32768, 32), 16.27), (relu(64, 10240, 32768, 32), 64.76)],
+)
+def test_maxtext_decoders_have_their_published_parameters(shape: Shape, billions: float) -> None:
+    params = workload(shape, 1, 128).params
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == shape.matrices + (2 * shape.layers + 1) * shape.width
+    assert shape.matrices / 1e9 == pytest.approx(billions, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    "shape, batch, length, tera, seconds",
+    [(LLAMA31_8B, 3, 8192, 413.433, 3.443), (LLAMA31_70B, 2, 8192, 422.091, 18.688), (GPT3_175B, 3, 2048, 384.891, 17.182)],
+)
+def test_operations_are_counted_like_maxtexts(shape: Shape, batch: int, length: int, tera: float, seconds: float) -> None:
+    """Both the rate and the time of these steps are published, so their operations are known."""
+    assert batch * length * operations(shape, length, 1.0) / (tera * 1e12) == pytest.approx(seconds, rel=2e-3)
+
+
+def test_a_tensor_axis_shards_heads_hidden_features_and_tokens() -> None:
+    work = workload(relu(2, 512, 1024, 4), 1, 128, mesh=fsdp(8, 4))
+    placed = jax.tree.map(lambda sharding: tuple(sharding.spec), work.shardings[0])
+    layer, over = placed["layers"]["layer"], ("data", "fsdp")
+    assert layer["query"]["kernel"] == layer["up"]["kernel"] == (None, over, "tensor")
+    assert layer["out"]["kernel"] == layer["down"]["kernel"] == (None, "tensor", over)
+    assert placed["embed"]["embedding"] == ("tensor", over) and layer["norm1"]["scale"] == ()
 
 
 def test_a_layer_recomputed_as_a_whole_has_its_last_product_again() -> None:
@@ -80,9 +109,10 @@ def test_unrolled_layers_are_extrapolated_from_few(
 
 
 def test_every_case_names_its_source_and_what_it_is_compared_with() -> None:
-    names = [case.name for case in CASES]
-    assert len(set(names)) == len(names) >= 20
-    assert all(case.told and ("/" in case.source or "arXiv" in case.source) for case in CASES)
+    both = (*CASES, *TPU_CASES)
+    names = [case.name for case in both]
+    assert len(set(names)) == len(names) and len(CASES) >= 20 and len(TPU_CASES) >= 8
+    assert all(case.told and ("/" in case.source or "arXiv" in case.source) for case in both)
     by_name = {case.name: case for case in CASES}
     for case in CASES:
         beside = by_name.get(case.beside)

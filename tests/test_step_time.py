@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
 from remat_jax import compat
-from remat_jax.cost.kernels import named_kernels
+from remat_jax.cost.pallas import named_kernels
 from remat_jax.errors import ArgumentError, TargetError, UnsupportedError
 from remat_jax.hardware import target
 from remat_jax.hardware.products import FILL, REUSE, Product, reached_share
@@ -266,6 +267,28 @@ def test_a_pallas_kernel_says_its_operations_by_its_name() -> None:
     # This kernel computes the scores and their gradient twice in its backward pass: seven products where five suffice.
     assert (full["mha_forward"], full["mha_backward"]) == (2 * product, 7 * product)
     assert (causal["mha_forward"], causal["mha_backward"]) == (product, 3.5 * product)
+
+
+def test_splash_attention_counts_the_blocks_that_its_mask_needs() -> None:
+    kernel = importlib.import_module("jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel")
+    masks = importlib.import_module("jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask")
+    batch, heads, length, width, block = 3, 2, 512, 128, 128
+    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
+    sizes = kernel.BlockSizes(**dict.fromkeys(names, block), use_fused_bwd_kernel=True)
+    x = jax.ShapeDtypeStruct((batch, heads, length, width), jnp.bfloat16)
+
+    def kernels(mask: type, key_heads: int = heads) -> list[float]:
+        of_heads = masks.MultiHeadMask([mask((length, length))] * heads)
+        run = jax.vmap(kernel.make_splash_mha(mask=of_heads, head_shards=1, q_seq_shards=1, block_sizes=sizes))
+        layer = jax.checkpoint(lambda q, k: run(q, k, k))
+        loss = lambda q, k: jax.lax.scan(lambda q, _: (layer(q, k), None), q, length=2)[0].astype(jnp.float32).sum()  # noqa: E731
+        key = jax.ShapeDtypeStruct((batch, key_heads, length, width), jnp.bfloat16)
+        return sorted(named_kernels(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, key)).values())
+
+    product = 2 * batch * heads * length * length * width
+    assert kernels(masks.FullMask) == [2 * product, 5 * product]
+    causal = [2 * product * 10 / 16, 5 * product * 10 / 16]  # 10 of 4 x 4 blocks
+    assert kernels(masks.CausalMask) == kernels(masks.CausalMask, key_heads=1) == causal
 
 
 @pytest.mark.parametrize("gpu", ["h200", "l40s"])

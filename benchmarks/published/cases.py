@@ -61,7 +61,7 @@ class Case:
       bfloat16: whether parameters and Adam's state are bfloat16 too.
       chunks: the number of chunks in which the head runs; 0 for no chunks.
       tensor: the number of GPUs that share each layer, or 0. If it is set, `batch` is for all GPUs, and the step is one layer.
-      flags: the flags for XLA.
+      flags: the flags for XLA, or for libtpu.
       differs: how the published step differs from the compiled step; empty if no difference is known.
       beside: the name of the case to which this case's time has a published ratio; empty if there is none.
       ratio: the published ratio to `beside`; None if it follows from the published seconds.

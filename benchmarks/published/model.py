@@ -1,4 +1,4 @@
-"""A decoder of any published shape, with an attention kernel, sharded over GPUs as in the published step."""
+"""A decoder of any published shape, with an attention kernel, sharded over devices as in the published step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,17 @@ from examples.llama_70b import EVERYWHERE, dividing
 from remat_jax import compat
 
 DTYPE = jnp.bfloat16
+TENSOR = "tensor"
+"""The mesh axis over which heads and hidden features are sharded, if the mesh has it."""
+Attention = Literal["pallas", "splash", "splash_512", "dense"]
+
+
+SPLASH_BLOCK, SPLASH_TILE = 2048, 512
+"""In splash attention, the keys of a block, and the queries and keys that are computed at once.
+
+MaxText computes 2048 x 2048 at once, which a compiler takes many minutes for. The backward pass writes one gradient of the
+queries for each block of keys, so that these blocks must be as large as MaxText's.
+"""
 
 
 @dataclass(frozen=True)
@@ -28,12 +39,16 @@ class Shape:
     Attributes:
       layers, width, hidden, heads, vocab: the numbers of layers, features, feed-forward features, attention heads and tokens.
       kv_heads: the number of heads of keys and values; 0 for as many as `heads`.
+      head_size: the features of a head; 0 for `width` divided by `heads`.
       gated: whether the feed-forward has a gate, as in Llama; otherwise it is GELU between two dense layers, as in GPT.
+      relu: whether the layer is Llama's with ReLU between two dense layers, as in MaxText in 2023; `gated` is then False.
       tied: whether the head multiplies by the embedding table.
       whole: whether recomputing a layer runs all of it, as in PyTorch's compiler and in Megatron's checkpoint; otherwise JAX
         skips the layer's last matmul, whose result no gradient reads.
       pairs: whether every second layer is a `Kept`, for another policy.
       unrolled: whether layers are unrolled, as in PyTorch; otherwise they are under a scan, which stacks their residuals.
+      attention: JAX's Pallas kernel for GPUs; JAX's splash attention for TPUs; the same with blocks of 512 and two backward
+        kernels, like JAX's older kernel, which MaxText used in 2023; or scores in memory.
     """
 
     layers: int
@@ -42,11 +57,35 @@ class Shape:
     heads: int
     vocab: int
     kv_heads: int = 0
+    head_size: int = 0
     gated: bool = True
+    relu: bool = False
     tied: bool = False
     whole: bool = False
     pairs: bool = False
     unrolled: bool = False
+    attention: Attention = "pallas"
+
+    @property
+    def size(self) -> int:
+        """The features of a head."""
+        return self.head_size or self.width // self.heads
+
+    @property
+    def is_gpt(self) -> bool:
+        """Whether the layer has biases and LayerNorm, and does not rotate its queries and keys."""
+        return not (self.gated or self.relu)
+
+    @property
+    def matrices(self) -> int:
+        """The number of elements of all matrices, that is of all parameters except norms and biases.
+
+        >>> Shape(32, 4096, 11008, 32, 32000).matrices  # Llama 2 7B
+        6738149376
+        """
+        projections = 2 * self.heads + 2 * (self.kv_heads or self.heads)
+        layer = self.width * (projections * self.size + (3 if self.gated else 2) * self.hidden)
+        return self.layers * layer + (1 if self.tied else 2) * self.vocab * self.width
 
 
 @jax.custom_vjp
@@ -67,31 +106,42 @@ class DecoderLayer(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = _by_sequence(x)
-        shape, size = self.shape, self.shape.width // self.shape.heads
+        shape, size = self.shape, self.shape.size
 
         def dense(features: int, name: str) -> nn.Dense:
-            return nn.Dense(features, use_bias=not shape.gated, dtype=DTYPE, name=name)
+            return nn.Dense(features, use_bias=shape.is_gpt, dtype=DTYPE, name=name)
 
         def norm(name: str) -> nn.Module:
-            return nn.RMSNorm(dtype=DTYPE, name=name) if shape.gated else nn.LayerNorm(dtype=DTYPE, name=name)
+            return nn.LayerNorm(dtype=DTYPE, name=name) if shape.is_gpt else nn.RMSNorm(dtype=DTYPE, name=name)
 
         normed = norm("norm1")(x)
         heads = {"query": shape.heads, "key": shape.kv_heads or shape.heads, "value": shape.kv_heads or shape.heads}
         q, k, v = (dense(count * size, name)(normed).reshape(*x.shape[:2], count, size) for name, count in heads.items())
-        q, k = (_rotated(each) if shape.gated else each for each in (q, k))
-        k, v = (jnp.repeat(each, shape.heads // each.shape[2], axis=2) for each in (k, v))
-        x = x + dense(shape.width, "out")(self._attention(q, k, v).reshape(x.shape))
+        q, k, v = (_split(each, TENSOR, None) for each in (q, k, v))
+        q, k = (each if shape.is_gpt else _rotated(each) for each in (q, k))
+        if shape.attention in ("pallas", "dense"):
+            k, v = (jnp.repeat(each, shape.heads // each.shape[2], axis=2) for each in (k, v))
+        attended = self._attention(q, k, v).reshape(*x.shape[:2], shape.heads * size)
+        x = x + _split(dense(shape.width, "out")(attended), TENSOR)
         normed = norm("norm2")(x)
-        up = dense(shape.hidden, "up")(normed)
-        hidden = nn.silu(dense(shape.hidden, "gate")(normed)) * up if shape.gated else nn.gelu(up)
-        x = x + dense(shape.width, "down")(hidden)
+        up = _split(dense(shape.hidden, "up")(normed), TENSOR)
+        if shape.gated:
+            hidden = nn.silu(_split(dense(shape.hidden, "gate")(normed), TENSOR)) * up
+        else:
+            hidden = nn.relu(up) if shape.relu else nn.gelu(up)
+        x = x + _split(dense(shape.width, "down")(hidden), TENSOR)
         return read_backward(x) if shape.whole else x
 
     def _attention(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        run = partial(compat.attention_kernel(), segment_ids=None, sm_scale=q.shape[-1] ** -0.5, causal=True)
+        if self.shape.attention == "dense":
+            return _dense_attention(q, k, v)
+        if self.shape.attention != "pallas":
+            run: Callable[..., jax.Array] = partial(_splash_attention, fused=self.shape.attention == "splash")
+        else:
+            run = partial(compat.attention_kernel(), segment_ids=None, sm_scale=q.shape[-1] ** -0.5, causal=True)
         if jax.sharding.get_abstract_mesh().empty:
             return run(q, k, v)
-        spec = PartitionSpec(EVERYWHERE)
+        spec = _spec(TENSOR, None)
         return jax.shard_map(run, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)(q, k, v)
 
 
@@ -135,9 +185,49 @@ class Layers(nn.Module):
         return scan(self.kind(self.shape, name="layer"), x, None)[0]
 
 
+def _spec(*features: str | None) -> PartitionSpec:
+    """Shards sequences over the mesh, and the last axes over `features` if the mesh has a tensor axis."""
+    has_tensor = TENSOR in jax.sharding.get_abstract_mesh().axis_names
+    return PartitionSpec(EVERYWHERE, None, *features) if has_tensor else PartitionSpec(EVERYWHERE)
+
+
 def _by_sequence(x: jax.Array) -> jax.Array:
     """`x` with sequences sharded over the mesh, so that the compiler gathers parameters and does not reshard activations."""
-    return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, PartitionSpec(EVERYWHERE))
+    return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, _spec(TENSOR))
+
+
+def _split(x: jax.Array, *features: str | None) -> jax.Array:
+    """`x` sharded by `_spec` if the mesh has a tensor axis; otherwise `x`."""
+    has_tensor = TENSOR in jax.sharding.get_abstract_mesh().axis_names
+    return jax.lax.with_sharding_constraint(x, _spec(*features)) if has_tensor else x
+
+
+@jax.named_scope("attention")
+def _dense_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Attention whose scores are in memory, as in MaxText without a kernel: scores in bfloat16, softmax in float32."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    weights = jax.nn.softmax(jnp.where(causal, scores.astype(jnp.float32), -1e30)).astype(scores.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def _splash_attention(q: jax.Array, k: jax.Array, v: jax.Array, fused: bool = True) -> jax.Array:
+    """JAX's attention kernel for TPUs; the backward pass is one kernel if `fused`, and otherwise two, with smaller blocks."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    length, heads = q.shape[1], q.shape[2]
+    tile, block = min(SPLASH_TILE, length), min(SPLASH_BLOCK if fused else SPLASH_TILE, length)
+    sizes = {f"block_{name}": tile for name in ("q", "kv_compute", "q_dkv", "kv_dkv_compute")}
+    sizes |= {} if fused else {"block_q_dq": tile, "block_kv_dq": tile}
+    run = kernel.make_splash_mha(
+        mask=masks.MultiHeadMask([masks.CausalMask((length, length))] * heads),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=kernel.BlockSizes(**sizes, block_kv=block, block_kv_dkv=block, use_fused_bwd_kernel=fused),
+    )
+    q, k, v = (each.transpose(0, 2, 1, 3) for each in (q * q.shape[-1] ** -0.5, k, v))
+    return jax.vmap(run)(q, k, v).transpose(0, 2, 1, 3)
 
 
 def _rotated(x: jax.Array) -> jax.Array:
@@ -184,7 +274,7 @@ def workload(
     bfloat16: bool = False,
     chunks: int = 0,
 ) -> rj.Workload:
-    """One step of `batch` sequences of `length` tokens on each GPU; parameters, Adam's state and the batch are sharded.
+    """One step of `batch` sequences of `length` tokens on each device; parameters, Adam's state and the batch are sharded.
 
     Computation is in bfloat16, parameters in float32 unless `bfloat16`. The head runs in `chunks`. Nothing is allocated.
 
@@ -192,8 +282,8 @@ def workload(
     >>> sum(leaf.size for leaf in jax.tree.leaves(work.params))
     459392
     """
-    model, gpus = Decoder(shape), math.prod((mesh or {}).values())
-    tokens = jax.ShapeDtypeStruct((batch * gpus, length), jnp.int32)
+    model, devices = Decoder(shape), math.prod((mesh or {}).values())
+    tokens = jax.ShapeDtypeStruct((batch * devices, length), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
     if bfloat16:
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, DTYPE), params)
@@ -210,6 +300,15 @@ def workload(
     divided: dict[str, Any] = {}
     if mesh is not None:
         spec = PartitionSpec(EVERYWHERE)
-        divided = {"mesh": mesh, "shardings": (dividing(gpus), spec, spec)}
+        of_params = by_features if TENSOR in mesh else dividing(devices)
+        divided = {"mesh": mesh, "shardings": (of_params, spec, spec)}
     blocks = (Block, Kept) if shape.pairs else Block
     return rj.Workload(loss, params, (tokens, tokens), blocks, optimizer=optax.adam(1e-4), name=name or None, **divided)
+
+
+def by_features(path: str, leaf: Any) -> PartitionSpec:
+    """Shards a matrix's axis of heads, hidden features or tokens over `TENSOR`, and its other axis over all other axes."""
+    if leaf.ndim < 2 or "norm" in path or path.endswith("bias"):
+        return PartitionSpec()
+    sums = any(name in path for name in ("out/", "down/", "embed/embedding"))
+    return PartitionSpec(*[None] * (leaf.ndim - 2), *((TENSOR, EVERYWHERE) if sums else (EVERYWHERE, TENSOR)))

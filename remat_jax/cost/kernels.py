@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from remat_jax import compat
 from remat_jax.core.matmuls import MATMULS, eqn_flops
-from remat_jax.core.walk import equations
-from remat_jax.cost.count import over_bodies
 from remat_jax.cost.flat import Array, FlatEqn
+from remat_jax.cost.pallas import pallas_flops
 
 
 @dataclass(frozen=True)
@@ -119,56 +116,7 @@ def _pallas(eqn: FlatEqn) -> Work:
     """The kernel's `cost_estimate`; without it, the operations of its matmuls, and the bytes of each array once."""
     estimate = eqn.eqn.params.get("cost_estimate")
     dtype = dtype_of(eqn.inputs[0]) if eqn.inputs else "float32"
-    return Work({dtype: _pallas_flops(eqn.eqn)}, _touched(eqn) if estimate is None else float(estimate.bytes_accessed))
-
-
-def _pallas_flops(eqn: Any) -> float:
-    estimate = eqn.params.get("cost_estimate")
-    if estimate is not None:
-        return float(estimate.flops)
-    programs = math.prod(size for size in eqn.params["grid_mapping"].grid if isinstance(size, int))
-    return float(programs * kernel_flops(compat.closed(eqn.params["jaxpr"])))
-
-
-def named_kernels(jaxpr: Any) -> dict[str, float]:
-    """A dict from Pallas kernel name to operations per call. A name is left out if its kernels differ in operations."""
-    flops_by_name: dict[str, set[float]] = {}
-    for eqn in equations(jaxpr):
-        if eqn.primitive.name == "pallas_call":
-            flops_by_name.setdefault(str(eqn.params.get("name")), set()).add(_pallas_flops(eqn))
-    return {name: several.pop() for name, several in flops_by_name.items() if len(several) == 1}
-
-
-def kernel_flops(jaxpr: Any) -> int:
-    """The operations of the matmuls in the body of a Pallas kernel, for one program of its grid.
-
-    A loop of unknown length is assumed to run until it has read its arrays once. If its bounds depend
-    on the program's index in the grid, as in causal attention, it is assumed to run half of these iterations.
-    """
-    total = 0
-    varying: set[Any] = set()
-    for eqn in jaxpr.jaxpr.eqns:
-        varies = [atom for atom in eqn.invars if not hasattr(atom, "val") and atom in varying]
-        if eqn.primitive.name == "program_id" or varies:
-            varying.update(eqn.outvars)
-        if eqn.primitive.name == "while":
-            body = compat.closed(eqn.params["body_jaxpr"])
-            bounded = any(not atom.aval.shape and atom.aval.dtype == "int32" for atom in varies)
-            total += kernel_flops(body) * _rounds(body) // (2 if bounded else 1)
-        else:
-            total += eqn_flops(eqn) + over_bodies(eqn, kernel_flops)
-    return total
-
-
-def _rounds(body: Any) -> int:
-    """The number of iterations in which a loop reads each of its arrays once."""
-    rounds = [1]
-    for eqn in body.jaxpr.eqns:
-        reads = eqn.invars and eqn.outvars and type(eqn.invars[0].aval).__name__ == "AbstractRef"
-        part = math.prod(eqn.outvars[0].aval.shape) if reads else 0
-        if part:
-            rounds.append(math.prod(eqn.invars[0].aval.shape) // part)
-    return max(rounds)
+    return Work({dtype: pallas_flops(eqn.eqn)}, _touched(eqn) if estimate is None else float(estimate.bytes_accessed))
 
 
 _SPECIAL: dict[str, Callable[[FlatEqn], Work]] = {

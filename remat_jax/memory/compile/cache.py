@@ -47,6 +47,7 @@ def digest(program: ExportedProgram, target: Target, options: dict[str, Any], ch
     content = {
         "donated": program.donated,
         "arguments": program.arguments,
+        "kernels": program.kernels,
         "mesh": program.mesh,
         "options": options,
         "target": target.to_dict() | {"name": "", "attached": False, "host_memory_bytes": None},

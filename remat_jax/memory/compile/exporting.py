@@ -14,7 +14,7 @@ import jax
 from jax import export
 
 from remat_jax import compat
-from remat_jax.cost.kernels import named_kernels
+from remat_jax.cost.pallas import named_kernels
 from remat_jax.errors import UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory.compile.backends import backend_of
