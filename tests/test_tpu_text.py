@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import operator
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,8 @@ import pytest
 
 from remat_jax.hardware import target
 from remat_jax.hardware.rates import Rates
-from remat_jax.memory.compile.backends import backend_of
+from remat_jax.memory.compile.backends import backend_of, tpu
+from remat_jax.memory.compile.process import _remedy
 from remat_jax.memory.hlo.collectives import read_collectives
 from remat_jax.memory.hlo.scalars import trip_count
 from remat_jax.memory.hlo.schedule import StepTime, step_time
@@ -189,3 +191,14 @@ def test_devices_are_numbered_along_the_first_axis() -> None:
         [sys.executable, "-c", script, request], capture_output=True, text=True, env=backend.environment(described)
     )
     assert json.loads(run.stdout) == [[x, y] for y in range(4) for x in range(4)]
+
+
+def test_a_kernel_that_exceeds_the_memory_of_the_core_is_no_step_that_exceeds_the_device() -> None:
+    hbm = (
+        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO temporaries"
+    )
+    spaces = "RESOURCE_EXHAUSTED: Ran out of memory in memory space {}. Used 16.55G of 15.75G"
+    vmem = "RESOURCE_EXHAUSTED: Allocation (size=268435456) would exceed memory (size=134217728) :: [space=vmem, scoped]"
+    refused = [bool(re.search(tpu._NO_ROOM, text)) for text in (hbm, spaces.format("hbm"), spaces.format("vmem"), vmem)]
+    assert refused == [True, True, False, False]
+    assert "smaller blocks" in _remedy(vmem, 1) and "ran out of memory" not in _remedy(vmem, 1)

@@ -317,6 +317,8 @@ def _remedy(output: str, status: int) -> str:
             f". The temporary folder {tempfile.gettempdir()!r} is on a file system that runs no programs (noexec), and no CUDA "
             "toolkit is installed: name another folder in TMPDIR"
         )
+    if "vmem" in output:
+        return ". A kernel needs more than the memory of the core (VMEM): give the kernel smaller blocks"
     if any(word in output for word in _OUT_OF_MEMORY):
         return (
             ". The process ran out of memory: give it more (ulimit -v, the container's limit), or compile fewer policies at "

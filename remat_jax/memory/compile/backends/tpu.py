@@ -29,6 +29,8 @@ _ALLOCATION = re.compile(r"^allocation \d+: size (?P<bytes>\d+)(?P<is>.*)$", re.
 _SPACE = re.compile(r", color (\d+)")
 _NAMES = ("temp", "argument", "output", "alias")
 _MIB = 2**20
+_NO_ROOM = "Ran out of memory .{0,20}(hbm|HBM)"
+"""How libtpu refuses a step that exceeds device memory. A kernel that exceeds the core's memory (VMEM) is another error."""
 
 
 class TpuBackend(Backend):
@@ -78,7 +80,7 @@ class TpuBackend(Backend):
     def entry(self, folder: Path) -> dict[str, Any]:
         """XLA's dump, and the final text, which alone has the compiler's estimates of cycles."""
         files = XlaFiles(folder)
-        return {"compiler_options": files.options, "text": str(files.compiled_text), "refusal": "RESOURCE_EXHAUSTED"}
+        return {"compiler_options": files.options, "text": str(files.compiled_text), "refusal": _NO_ROOM}
 
     def limit_options(self, limit: int | None, target: Target, held_bytes: int) -> dict[str, int]:
         """The size of device memory that XLA:TPU assumes, in MiB."""
