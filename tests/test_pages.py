@@ -58,7 +58,7 @@ def test_pages_that_compile_nothing(page: str, blocks: int) -> None:
 
 def test_the_page_on_libraries() -> None:
     written: dict[str, Any] = {"__name__": "page"}
-    assert run(text_of("docs/libraries.md"), "libraries.md", written) == 3
+    assert run(text_of("docs/libraries.md"), "libraries.md", written) == 4
     assert written["plan"].device_bytes <= 12_000_000 and written["job"].params.layers[0].up.weight.shape == (256, 64)
 
 

@@ -54,7 +54,7 @@ class Model:
             parameters, batch = workload.params, workload.whole_batch
             regions = _regions(loss, (trained, frozen, *workload.batch))
         else:  # a finished step: the plan is applied to the step itself
-            arguments = workload.step("off").arguments
+            arguments = tuple(map(_single, workload.step("off").arguments))
             parameters, batch, regions = arguments[:1], arguments[1:], None
         mesh = _axes(workload.mesh) if workload.mesh is not None else ()
         keys = tuple(map(block_key, workload.blocks))
@@ -170,6 +170,12 @@ _OF_A_CLOSURE = (
     "A loss inside a train step, which closes over the batch, is never called with it; with the planned batch it needs the "
     f"planned memory:\n{inside_a_step('plan.apply(loss_fn, strict=False)')}"
 )
+
+
+def _single(argument: Any) -> Any:
+    """The array of an argument that is a single array; any other argument unchanged. An NNX step's arrays are in lists."""
+    leaves = jax.tree.leaves(argument)
+    return leaves[0] if len(leaves) == 1 else argument
 
 
 def _regions(function: Callable[..., Any], arguments: Sequence[Any]) -> int | None:
