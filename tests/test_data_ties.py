@@ -66,6 +66,14 @@ def test_only_a_program_for_one_tpu_is_tied_by_data(platform: str, devices: int,
     assert ("stablehlo.select" in lowered) == ("stablehlo.remainder" in lowered) == tied
 
 
+@pytest.mark.parametrize("dtype", ["float64", "int64", "uint8", "complex128"])
+def test_a_program_with_64_bits_is_tied_too(dtype: str) -> None:
+    with jax.enable_x64(True):
+        lowered = text(program, jax.ShapeDtypeStruct((64, 8), dtype), platform="tpu")
+        held = jax.jit(lambda x: data_ties._held(x, x, number=1)[0])(jnp.asarray([[2**40, -(2**62)]]).astype(dtype))
+    assert lowered.count("stablehlo.dynamic_slice") == 3 and bits(held) == bits(np.asarray([[2**40, -(2**62)]]).astype(dtype))
+
+
 def test_derivatives_and_batches() -> None:
     x = jnp.linspace(0, 1, 512).reshape(64, 8)
     plain = lambda x: jnp.sin(x) + x  # noqa: E731

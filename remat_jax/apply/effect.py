@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
-from collections.abc import Callable, Hashable, Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 from flax.errors import TraceContextError
 
 from remat_jax import compat
-from remat_jax.apply import haiku, linen, nnx, pytrees, scope
+from remat_jax.apply import gradients, haiku, linen, nnx, pytrees, scope
 from remat_jax.apply.nnx_state import Objects, is_node
 from remat_jax.apply.per_layer import kept_programs
 from remat_jax.apply.region import traced
@@ -30,6 +27,8 @@ Function = Callable[..., Any]
 # in every step has the same key, so it needs no new trial.
 _proven: set[Hashable] = set()
 _MOST_PROVEN = 4096
+# (policies, code, signature) of a function → the blocks that it differentiates itself, if one trace did not show it.
+_differentiated_before: dict[Hashable, frozenset[Block]] = {}
 # For each set of policies: the blocks that its calls have reached. Used for functions that cannot be traced.
 _ever_reached: dict[BlockPolicies, set[Block]] = {}
 
@@ -69,7 +68,7 @@ def _by_layer(
     cannot be differentiated. Blocks outside of these functions then have no policy.
     """
     found: set[Block] = set()
-    inside: set[Block] = set()
+    inside = set(_differentiated_before.get(_key(policies, fn, args, kwargs), ()) if _differentiated_before else ())
 
     def evaluated(
         marked: Function, args: tuple[Any, ...], kwargs: dict[str, Any], scope_name: str | None = None
@@ -77,36 +76,52 @@ def _by_layer(
         jaxpr, values, outputs_of = traced(marked, args, kwargs)
         named = contextlib.nullcontext() if scope_name is None else jax.named_scope(scope_name)
         with compat.changing_differentiated(None), named:
-            outputs, counts = kept_programs.evaluate(jaxpr, values, blocks - inside, record.audit)
+            within = blocks - inside if marked is with_marks else blocks
+            outputs, counts = kept_programs.evaluate(jaxpr, values, within, record.audit)
         return outputs_of(outputs), set(counts), jaxpr
 
     def differentiated(function: Function, has_aux: bool) -> Function:
         @functools.wraps(function)
         def under_policies(*args: Any, **kwargs: Any) -> Any:
-            notes = _noted.get()
-            scope_name = None if notes is None else f"gradient{next(_numbers)}"
-            outputs, reached, jaxpr = evaluated(function, args, kwargs, scope_name)
+            scope_name = gradients.new_scope()
+            with gradients.inside_gradient():
+                outputs, reached, jaxpr = evaluated(function, args, kwargs, scope_name)
             found.update(reached)
-            if notes is not None and scope_name is not None:
-                notes.append(Gradient.of(jaxpr, outputs[0] if has_aux else outputs, scope_name))
+            gradients.note(jaxpr, outputs[0] if has_aux else outputs, scope_name)
             return outputs
 
         return under_policies
 
-    def marked(*args: Any, **kwargs: Any) -> Any:
+    def with_marks(*args: Any, **kwargs: Any) -> Any:
         with compat.changing_differentiated(differentiated):
             outputs = with_blocks(policies, fn, args, kwargs)
         inside.update(found)
         return outputs
 
     try:
-        outputs, reached, _ = evaluated(marked, args, kwargs)
+        try:
+            outputs, reached, _ = evaluated(with_marks, args, kwargs)
+        except BlockError:
+            if found or policies.trial:
+                raise
+            # JAX may have reused the trace of a `jit` that takes the gradient. Then nothing was differentiated here, and the
+            # blocks outside of the gradient were counted as its layers.
+            inside |= traced_under(policies.anew(), fn, args, kwargs).differentiated
+            if len(_differentiated_before) >= _MOST_PROVEN:
+                _differentiated_before.clear()
+            _differentiated_before[_key(policies, fn, args, kwargs)] = frozenset(inside)
+            outputs, reached, _ = evaluated(with_marks, args, kwargs)
     except TraceContextError as error:
         raise UnsupportedError(_CLOSED_OVER) from error
+    record.differentiated |= inside
     record.reached = (record.reached - blocks) | reached | inside
     # JAX may have reused the trace of a `jit` that takes the gradient.
     record.is_whole = blocks <= record.reached
     return outputs
+
+
+def _key(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    return policies, getattr(inspect.unwrap(fn), "__code__", fn), call_signature(args, kwargs)
 
 
 def with_blocks(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -116,44 +131,6 @@ def with_blocks(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kw
     with explained, linen.intercepting(), haiku.intercepting(), nnx.intercepting(policies, (args, kwargs)):
         with pytrees.intercepting(policies, (*args, *kwargs.values())):
             return run_regions(fn, args, kwargs)
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """A function that was differentiated while another was traced.
-
-    Attributes:
-      jaxpr: the function as a closed jaxpr with marks, which takes `frozen`, then `trained`.
-      frozen, trained: the types of the arrays that it closes over, and of those along which it is differentiated.
-      outputs: how many of its outputs are differentiated.
-      scope: the named scope of its equations in the program that takes the gradient.
-    """
-
-    jaxpr: Any
-    frozen: tuple[jax.ShapeDtypeStruct, ...]
-    trained: tuple[jax.ShapeDtypeStruct, ...]
-    outputs: int
-    scope: str
-
-    @classmethod
-    def of(cls, jaxpr: Any, outputs: Any, scope_name: str) -> Gradient:
-        """The gradient of a traced function whose differentiated outputs are `outputs`."""
-        jaxpr, consts = compat.hoist_consts(jaxpr)
-        types = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.in_avals)
-        count = sum(map(compat.is_operand, jax.tree.leaves(outputs)))
-        return cls(jaxpr, types[: len(consts)], types[len(consts) :], count, scope_name)
-
-
-_noted: ContextVar[list[Gradient] | None] = ContextVar("noted", default=None)
-_numbers = itertools.count()
-
-
-@contextlib.contextmanager
-def noting_gradients() -> Iterator[list[Gradient]]:
-    """Collects the functions that are differentiated inside this context while policies by layer are set, in order."""
-    gradients: list[Gradient] = []
-    with compat.setting(_noted, gradients):
-        yield gradients
 
 
 class Effect:

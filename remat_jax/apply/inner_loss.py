@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.effect import Gradient, noting_gradients, run_under
+from remat_jax.apply.effect import run_under
+from remat_jax.apply.gradients import Gradient, Types, noting_gradients
 from remat_jax.apply.per_layer import layered
 from remat_jax.apply.per_layer.positions import marks
 from remat_jax.apply.scope import BlockPolicies, missed
@@ -19,8 +20,6 @@ from remat_jax.core import is_smooth
 from remat_jax.core.marks import Block
 from remat_jax.core.walk import bodies
 from remat_jax.errors import UnsupportedError
-
-Types = tuple[jax.ShapeDtypeStruct, ...]
 
 
 @dataclass(frozen=True)
@@ -62,31 +61,47 @@ class LossInside:
     name: str
     _place: int | None = None
     """The place of the loss among the gradients that the step takes."""
+    _as_written: InnerLoss | None = None
 
     def under(self, policies: BlockPolicies | None, of_blocks: BlockPolicies) -> InnerLoss:
         """The loss under `policies`, or as written; `of_blocks` are any policies of the blocks.
 
         Raises:
-          UnsupportedError: the step takes no gradient through its blocks, or several.
+          UnsupportedError: the step takes no gradient through its blocks, or several, or one inside a `vmap`, a `shard_map` or
+            another gradient.
           BlockError, NoEffectError: a block is never called, or a policy has no effect.
         """
         if self._place is None:
             self._place = self._place_of_loss(of_blocks)
-        policies = policies or BlockPolicies(())
+        if policies is None:
+            self._as_written = self._as_written or self._found(BlockPolicies(()))
+            return self._as_written
+        return self._found(policies)
+
+    def _found(self, policies: BlockPolicies) -> InnerLoss:
+        assert self._place is not None, "the loss has a place"
         gradients, jaxpr = _gradients(self.step, self.arguments, policies)
         found, blocks = gradients[self._place], frozenset(block for block, _ in policies.entries)
-        return InnerLoss(found.jaxpr, blocks, found.frozen, found.trained, found.outputs, _rounds(jaxpr, found.scope) or 1)
+        text = str(found.jaxpr)
+        # Micro-batches that are unrolled are equal gradients. A body that is traced twice runs once.
+        rounds = sum(_rounds(jaxpr, each.scope) for each in gradients if str(each.jaxpr) == text)
+        return InnerLoss(found.jaxpr, blocks, found.frozen, found.trained, found.outputs, rounds or 1)
 
     def _place_of_loss(self, policies: BlockPolicies) -> int:
         gradients, _ = _gradients(self.step, self.arguments, policies)
-        # A body that is traced twice has its gradient twice.
-        through = {str(each.jaxpr): place for place, each in enumerate(gradients) if any(marks(each.jaxpr))}
-        if len(through) == 1:
-            return through.popitem()[1]
-        number = f"{len(through)} gradients" if through else "no gradient"
+        through = [(place, each) for place, each in enumerate(gradients) if any(marks(each.jaxpr))]
+        if where := next((each.where for _, each in through if each.where), ""):
+            raise UnsupportedError(
+                f"step={self.name!r} takes the gradient of its blocks {where}: their residuals are not those of the whole "
+                "step, so they are neither listed nor planned. Policies can be set and measured"
+            )
+        by_text = {str(each.jaxpr): place for place, each in through}
+        if len(by_text) == 1:
+            return by_text.popitem()[1]
+        number = f"{len(by_text)} gradients" if by_text else "no gradient"
         remedy = (
             "give the workload of each loss by itself, as Workload(loss, …)"
-            if through
+            if by_text
             else "check that the step differentiates the model, or that blocks names the layers that it differentiates"
         )
         raise UnsupportedError(f"step={self.name!r} takes {number} through its blocks; expected one: {remedy}")
@@ -111,11 +126,7 @@ def _gradients(step: Callable[..., Any], arguments: tuple[Any, ...], policies: B
 
 def _rounds(jaxpr: Any, scope: str) -> int:
     """How often the equations in a named scope run; 0 if there are none."""
-    for eqn in jaxpr.jaxpr.eqns:
-        if scope in compat.scopes(eqn):
-            return 1
-        length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        inside = max((_rounds(body, scope) for body in bodies(eqn)), default=0)
-        if inside:
-            return length * inside
-    return 0
+    if any(scope in compat.scopes(eqn) for eqn in jaxpr.jaxpr.eqns):
+        return 1
+    lengths = [(eqn.params["length"] if eqn.primitive.name == "scan" else 1, bodies(eqn)) for eqn in jaxpr.jaxpr.eqns]
+    return sum(length * max((_rounds(body, scope) for body in inside), default=0) for length, inside in lengths)

@@ -153,6 +153,7 @@ class Record:
       overruled: the blocks that an inner `checkpoint_blocks` ran under its own policies.
       replaced: how many of the model's own checkpoints the policies replaced; a scanned checkpoint counts once.
       kept: how many of the model's own checkpoints were kept, each of which is a whole block.
+      differentiated: the blocks that the function differentiates itself; only under policies by layer.
       is_whole: whether the record is complete even if a `jit` inside was traced before the call.
     """
 
@@ -162,6 +163,7 @@ class Record:
     overruled: set[Block] = field(default_factory=set)
     replaced: int = 0
     kept: int = 0
+    differentiated: set[Block] = field(default_factory=set)
     is_whole: bool = False
 
     def add(self, inner: Record, policies: BlockPolicies) -> None:

@@ -71,6 +71,7 @@ from remat_jax.compat.tracing import bound_axes as bound_axes
 from remat_jax.compat.tracing import established_forms as established_forms
 from remat_jax.compat.tracing import in_eager_shard_map as in_eager_shard_map
 from remat_jax.compat.tracing import in_loop as in_loop
+from remat_jax.compat.tracing import in_part_of_arrays as in_part_of_arrays
 from remat_jax.compat.tracing import in_solver as in_solver
 from remat_jax.compat.tracing import is_array as is_array
 from remat_jax.compat.tracing import is_differentiated as is_differentiated

@@ -86,7 +86,7 @@ def _element(value: Any) -> Any:
 def _zero(waits: Sequence[Any]) -> Any:
     """0, computed from the arrays `waits` in a way that no compiler sees through: k (k + 1) is even."""
     elements = [element for element in map(_element, waits) if element is not None]
-    return sum((lax.rem(element * (element + 1), 2) for element in elements), jnp.int32(0))
+    return sum((lax.rem(element * (element + 1), jnp.int32(2)) for element in elements), jnp.int32(0))
 
 
 def _held(*operands: Any, number: int) -> list[Any]:
@@ -106,7 +106,7 @@ def _fetched(value: Any, *waits: Any) -> Any:
     # XLA knows the only place of a slice that is the whole array. A half has several.
     half, zero, parts = value.shape[axis] // 2 // step * step, _zero(waits), []
     for place, size in ((0, half), (half, value.shape[axis] - half)):
-        starts = [zero + place if dim == axis else 0 for dim in range(value.ndim)]
+        starts = [zero + jnp.int32(place) if dim == axis else jnp.int32(0) for dim in range(value.ndim)]
         sizes = [size if dim == axis else whole for dim, whole in enumerate(value.shape)]
         parts.append(jax.device_put(lax.dynamic_slice(value, starts, sizes), _DEVICE))
     return lax.concatenate(parts, axis)

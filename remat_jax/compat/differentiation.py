@@ -28,7 +28,7 @@ _originals: dict[str, Callable[..., Any]] = {}
 def changing_differentiated(change: Change | None) -> Iterator[None]:
     """Inside this context JAX differentiates `change(f, has_aux)` instead of f, whatever asks for a derivative of f.
 
-    None changes nothing.
+    An enclosing context changes the result once more. None changes nothing, whatever the enclosing contexts do.
 
     JAX has no hook, so its entries are replaced while any thread is in such a context. Other threads are not affected.
     """
@@ -40,7 +40,7 @@ def changing_differentiated(change: Change | None) -> Iterator[None]:
                 _originals[name] = getattr(_ad, name)
                 setattr(_ad, name, _looking_up(_originals[name]))
     try:
-        with setting(_change, change):
+        with setting(_change, _together(_change.get(), change)):
             yield
     finally:
         with _lock:
@@ -48,6 +48,12 @@ def changing_differentiated(change: Change | None) -> Iterator[None]:
             if not _users:
                 for name in _ENTRIES:
                     setattr(_ad, name, _originals.pop(name))
+
+
+def _together(outer: Change | None, inner: Change | None) -> Change | None:
+    if outer is None or inner is None:
+        return inner
+    return lambda function, has_aux: outer(inner(function, has_aux), has_aux)
 
 
 def _looking_up(entry: Callable[..., Any]) -> Callable[..., Any]:

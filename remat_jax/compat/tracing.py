@@ -242,6 +242,14 @@ def axes_of_vmaps(vmaps: Sequence[Any]) -> contextlib.AbstractContextManager[Any
     return _core.extend_axis_env_nd([(vmap.name, vmap.size) for vmap in vmaps])
 
 
+def in_part_of_arrays() -> bool:
+    """Whether a `vmap` or a `shard_map` is around, so that the arrays here are parts of others."""
+    return bool(_core.get_axis_env().axis_sizes) or any(type(trace).__name__ in _PARTS for trace in traces())
+
+
+_PARTS = frozenset({"BatchTrace", "ShardMapTrace"})
+
+
 def trace_context(default: Any, *, reaches_blocks: bool = True) -> Any:
     """A context with a value. JAX's trace caches have this value in their keys, so a new value retraces every `jit` inside.
 

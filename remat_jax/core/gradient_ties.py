@@ -62,7 +62,7 @@ def _is_fetch(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name != "device_put" or len(eqn.invars) > 1:
         return False
     source = getattr(eqn.invars[0].aval, "memory_space", None)
-    return source is jax.memory.Space.Host and eqn.params["devices"] == (jax.memory.Space.Device,)
+    return source is jax.memory.Space.Host and eqn.params.get("devices") == (jax.memory.Space.Device,)
 
 
 def _region_opened(eqn: JaxprEqn, inputs: list[Any]) -> list[Any] | None:

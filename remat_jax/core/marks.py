@@ -131,8 +131,9 @@ def _batch(
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, mark: Mark) -> Any:
     raise UnsupportedError(
         f"block={name_of(mark.marked.block)}: policies by layer must be set before the block is differentiated. They are for "
-        "what grad, value_and_grad, vjp, jvp and linearize differentiate, but not for a custom_root, nor for a function that "
-        "is differentiated twice. Give this block one policy"
+        "what grad, value_and_grad, vjp, jvp and linearize differentiate, but not for a custom_root, nor for the rule of a "
+        "custom_vjp or custom_jvp, nor for a function with a gradient inside that is differentiated outside of "
+        "checkpoint_blocks. Give checkpoint_blocks the whole train step, or give this block one policy."
     )
 
 

@@ -12,6 +12,7 @@ import errno
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -317,7 +318,7 @@ def _remedy(output: str, status: int) -> str:
             f". The temporary folder {tempfile.gettempdir()!r} is on a file system that runs no programs (noexec), and no CUDA "
             "toolkit is installed: name another folder in TMPDIR"
         )
-    if "vmem" in output:
+    if re.search("space[ =]vmem", output):
         return ". A kernel needs more than the memory of the core (VMEM): give the kernel smaller blocks"
     if any(word in output for word in _OUT_OF_MEMORY):
         return (

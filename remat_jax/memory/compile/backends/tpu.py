@@ -29,7 +29,7 @@ _ALLOCATION = re.compile(r"^allocation \d+: size (?P<bytes>\d+)(?P<is>.*)$", re.
 _SPACE = re.compile(r", color (\d+)")
 _NAMES = ("temp", "argument", "output", "alias")
 _MIB = 2**20
-_NO_ROOM = "Ran out of memory .{0,20}(hbm|HBM)"
+_NO_ROOM = r"Ran out of memory (in memory space|on) (hbm|HBM)\b"
 """How libtpu refuses a step that exceeds device memory. A kernel that exceeds the core's memory (VMEM) is another error."""
 
 
