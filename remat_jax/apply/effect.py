@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -27,8 +28,8 @@ Function = Callable[..., Any]
 # in every step has the same key, so it needs no new trial.
 _proven: set[Hashable] = set()
 _MOST_PROVEN = 4096
-# (policies, code, signature) of a function → the blocks that it differentiates itself, if one trace did not show it.
-_differentiated_before: dict[Hashable, frozenset[Block]] = {}
+# For a function, by policies and signature: the blocks that it differentiates itself, if one trace did not show it.
+_differentiated_before: weakref.WeakKeyDictionary[Function, dict[Hashable, frozenset[Block]]] = weakref.WeakKeyDictionary()
 # For each set of policies: the blocks that its calls have reached. Used for functions that cannot be traced.
 _ever_reached: dict[BlockPolicies, set[Block]] = {}
 
@@ -68,7 +69,8 @@ def _by_layer(
     cannot be differentiated. Blocks outside of these functions then have no policy.
     """
     found: set[Block] = set()
-    inside = set(_differentiated_before.get(_key(policies, fn, args, kwargs), ()) if _differentiated_before else ())
+    before = _remembered(fn)
+    inside = set(before.get((policies, call_signature(args, kwargs)), ()) if before else ())
 
     def evaluated(
         marked: Function, args: tuple[Any, ...], kwargs: dict[str, Any], scope_name: str | None = None
@@ -107,9 +109,7 @@ def _by_layer(
             # JAX may have reused the trace of a `jit` that takes the gradient. Then nothing was differentiated here, and the
             # blocks outside of the gradient were counted as its layers.
             inside |= traced_under(policies.anew(), fn, args, kwargs).differentiated
-            if len(_differentiated_before) >= _MOST_PROVEN:
-                _differentiated_before.clear()
-            _differentiated_before[_key(policies, fn, args, kwargs)] = frozenset(inside)
+            before[policies, call_signature(args, kwargs)] = frozenset(inside)
             outputs, reached, _ = evaluated(with_marks, args, kwargs)
     except TraceContextError as error:
         raise UnsupportedError(_CLOSED_OVER) from error
@@ -120,8 +120,11 @@ def _by_layer(
     return outputs
 
 
-def _key(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    return policies, getattr(inspect.unwrap(fn), "__code__", fn), call_signature(args, kwargs)
+def _remembered(fn: Function) -> dict[Hashable, frozenset[Block]]:
+    try:
+        return _differentiated_before.setdefault(fn, {})
+    except TypeError:  # a callable without weak references is traced twice every time
+        return {}
 
 
 def with_blocks(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
