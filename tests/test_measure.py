@@ -110,7 +110,9 @@ def test_a_finished_step_policy_objects_and_mappings_on_the_cpu():
     step = job.step("off")
     finished = rj.measure(rj.Workload.from_step(step.function, *step.arguments, blocks=Block, donate_argnums=(0, 1)), "full")
     assert finished.device_bytes == mapping.device_bytes
-    assert finished.residual_device_bytes is None and finished.residual_host_bytes is None
+    assert finished.residual_device_bytes == mapping.residual_device_bytes > 0 == finished.residual_host_bytes
+    forward = rj.measure(rj.Workload.from_step(job.loss, job.params, *job.batch, blocks=Block), "full")
+    assert forward.residual_device_bytes is None, "it trains nothing"
 
 
 def test_offload_on_the_cpu_says_that_there_is_one_memory():

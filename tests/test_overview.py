@@ -125,8 +125,7 @@ def test_what_can_be_refused_at_once_is_refused_before_the_comparison(monkeypatc
 
 
 def test_a_missing_section_is_noted():
-    step = JOB.step("off")
-    finished = rj.Workload.from_step(step.function, *step.arguments, blocks=MlpLayer, donate_argnums=(0, 1), name="finished")
-    shown = gather(finished, ["full"], "cpu")
+    forward = rj.Workload.from_step(JOB.loss, JOB.params, *JOB.batch, blocks=MlpLayer, name="forward")
+    shown = gather(forward, ["full"], "cpu")
     assert page.modules(shown.policies) == ""
     assert any(note.startswith("No memory by module: ") for note in page.notes(shown))

@@ -13,7 +13,7 @@ import jax
 
 from remat_jax import compat
 from remat_jax.apply.replan import replan, replanned_from
-from remat_jax.errors import UnsupportedError
+from remat_jax.errors import RematError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import advise, traced_products
@@ -259,7 +259,7 @@ def _residuals(workload: Workload, policy: Any) -> ResidualTable | None:
     """The residuals that `policy` keeps; None for a finished step that takes no gradient through its blocks, or several."""
     with (
         silenced(),
-        contextlib.suppress(*(() if workload.has_loss else (UnsupportedError,))),
+        contextlib.suppress(*(() if workload.has_loss else (RematError,))),
     ):  # the report has the same warning
         # A second trace finds the recomputed residuals, which show whether the model's own checkpoints overrule the policy. The
         # second trace is needed only if the workload keeps these checkpoints.

@@ -13,7 +13,7 @@ import jax
 
 from remat_jax.diagnosis import doctor
 from remat_jax.diagnosis.findings import Diagnosis
-from remat_jax.errors import CompileError, PlanningError, PolicyError, TargetError, UnsupportedError
+from remat_jax.errors import BlockError, CompileError, PlanningError, PolicyError, RematError, TargetError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory import MemoryReport, residuals
 from remat_jax.memory.compile.backends import backend_of
@@ -152,7 +152,7 @@ def compare(gathered: Gathered, policies: Sequence[Any] | None, timeout: float, 
         asked.append(_Asked("off" if plan.is_off else dict(plan.policies), plan=plan))
     try:
         gathered.described = describe(workload, target, timeout=_left(ends))
-    except (PlanningError, TargetError, UnsupportedError) as error:
+    except (BlockError, PlanningError, TargetError, UnsupportedError) as error:
         gathered.notes.append(f"No step time is estimated: {error}")
     reports = _measured(gathered, asked, ends, tell)
     for number, (entry, memory) in enumerate(reports):
@@ -160,7 +160,7 @@ def compare(gathered: Gathered, policies: Sequence[Any] | None, timeout: float, 
         tell(f"looking for traps under {name}", number, len(reports))
         diagnosis = doctor(workload, entry.policy, target if backend_of(target).models_time else None, timeout)
         kept = None
-        with contextlib.suppress(*(() if workload.has_loss else (UnsupportedError,))):  # several gradients, or none
+        with contextlib.suppress(*(() if workload.has_loss else (RematError,))):  # several gradients, or none
             kept = residuals(workload, _with_names(entry.policy))
         figures = _estimated(gathered.described, entry, memory)
         gathered.policies.append(Compared(name, memory, kept, *figures, diagnosis))
