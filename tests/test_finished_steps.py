@@ -18,6 +18,7 @@ from remat_jax.compat import differentiation
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import BlockError, PlanningError, UnsupportedError
 from remat_jax.planning import blocks
+from remat_jax.planning.model import Model
 from tests.step_kinds import KINDS, LAYERS, WIDTH, Layer, Net, X, linen, tutorial
 
 BY_LAYER = f"2 x full | 1 x save: *:sin#0 | {LAYERS - 3} x off"
@@ -162,8 +163,25 @@ def penalised(params: Any, x: jax.Array) -> Any:
     return jax.grad(lambda params: (jax.grad(lambda x: of_squares(params, x))(x) ** 2).sum())(params)
 
 
+def writing(params: Any, x: jax.Array) -> Any:
+    """The loss writes to a mutable array."""
+
+    def loss(params: Any) -> jax.Array:
+        kept = jax.new_ref(jnp.zeros(()))
+        kept[...] = of_squares(params, x)
+        return kept[...]
+
+    return jax.grad(loss)(params)
+
+
 @pytest.mark.parametrize(
-    ("step", "where"), [(vmapped, "inside a vmap"), (sharded, "inside a vmap"), (penalised, "inside another")]
+    ("step", "where"),
+    [
+        (vmapped, "inside a vmap"),
+        (sharded, "inside a vmap"),
+        (penalised, "inside another"),
+        (writing, "of a function that uses a mutable array"),
+    ],
 )
 def test_a_gradient_of_parts_takes_policies_but_is_not_listed(step: Any, where: str) -> None:
     params = linen()[1].params
@@ -205,3 +223,17 @@ def test_a_step_under_two_policies() -> None:
     both = rj.checkpoint_blocks(rj.checkpoint_blocks(step, {nn.Dense: "full"}), {block: BY_LAYER})
     for one, other in zip(results(step, args), results(both, args), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
+
+
+def test_a_plan_on_a_mesh_needs_the_loss() -> None:
+    places = {"mesh": {"data": 2}, "shardings": (None, jax.sharding.PartitionSpec("data"))}
+    job = rj.Workload.from_step(jax.grad(of_squares), linen()[1].params, X, blocks=Layer, **places)
+    with pytest.raises(UnsupportedError, match="a plan on a mesh: workload='of_squares' is a finished step"):
+        rj.plan(job, "1GiB", "2xh200")
+
+
+def test_a_plan_names_the_arrays_of_an_nnx_step_by_their_arguments() -> None:
+    step, args, block = KINDS["nnx"]()
+    model = Model.of(rj.Workload.from_step(step, *args, blocks=block))
+    with pytest.raises(PlanningError, match=r"planned for x float32\[8, 6\], called with float32\[4, 6\]"):
+        model.check_call(step, (*args[:-1], X[:4]), {}, "the plan")
