@@ -222,6 +222,7 @@ def kernels_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         yield
         return
     answers, kernels_of = compiler._answers, compiler.Kernels
+    tmp_path_factory.getbasetemp()  # pytest makes it at its first use, which may be in two threads of one plan
 
     def with_kernels(entries: Any, target: Any, timeout: float, folder: Path, tell: Any, _: Any, *children: Any) -> Any:
         key = target.compiler_description, target.devices, sys.modules["remat_jax.compat"].xla_flags()

@@ -58,6 +58,7 @@ def test_the_residuals_of_a_step_are_those_of_its_loss(kind: str) -> None:
     assert not any(name.endswith("sin#0") for name in kept["full"])
     assert sum(name.endswith("sin#0") for name in kept[BY_LAYER]) in (1, 2)
     assert job.gradients == (4 if "accumulating" in kind else 1)
+    assert job.inner_loss(None).outputs == 1, "aux is no part of the loss"
     assert len(blocks.calls(job)) in (1, LAYERS) and sum(call.rounds for call in blocks.calls(job)) == LAYERS
 
 
@@ -77,6 +78,7 @@ def test_a_plan_of_a_step_is_the_plan_of_its_loss() -> None:
     made, expected = (rj.plan(job, "3.9MiB", "cpu") for job in (finished, of_loss))
     assert not made.is_off and dict(made.policies) == dict(expected.policies)
     assert made.recompute_flops == expected.recompute_flops
+    assert 0 <= made.predicted_bytes - expected.predicted_bytes <= 64
     # A TrainState counts its steps too.
     assert 0 <= made.device_bytes - expected.device_bytes <= 64
     assert rj.measure(finished, dict(made.policies), "cpu").device_bytes == made.device_bytes
