@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from remat_jax.apply import nnx as nnx_blocks
 from remat_jax.apply.blocks import AS_WRITTEN, OwnCheckpoints, under_policies
+from remat_jax.apply.find_blocks import FoundBlocks, find_blocks, find_blocks_of_step
+from remat_jax.apply.finished_step import donated, of_arrays
 from remat_jax.apply.inner_loss import InnerLoss, LossInside
 from remat_jax.apply.pytrees import ModelArrays
 from remat_jax.apply.scope import BlockPolicies, checked_blocks
-from remat_jax.apply.switch import repeated_modules
+from remat_jax.core.marks import Block
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.mesh import (
     argument_names,
@@ -33,7 +35,7 @@ from remat_jax.policy import as_block_policy, is_off
 from remat_jax.step import TrainingStep
 from remat_jax.train import plain
 from remat_jax.train.micro_batches import fewer_rows, micro_batched
-from remat_jax.train.parameters import check_trained, path_text, result_structs, split, structs
+from remat_jax.train.parameters import check_batch, check_trained, check_value, parted_like, result_structs, split, structs
 from remat_jax.train.updates import check_optimizer, updated
 
 
@@ -47,8 +49,9 @@ class Workload:
         `equinox.filter_value_and_grad`, and its other arrays are frozen.
       batch: a tuple of arguments, pytrees of arrays or `jax.ShapeDtypeStruct`.
       blocks: the units of checkpointing: a class whose instances are called (a Linen, NNX, Equinox or Haiku module), a method
-        of a class (`Model.encode`), a function marked with `block`, a glob on module paths, a tuple of these, or
-        `"checkpoints"` for the loss's `jax.checkpoint` regions.
+        of a class (`Model.encode`), a function marked with `block`, a glob on module paths, `"checkpoints"` for the loss's
+        `jax.checkpoint` regions, `"scans"` for the bodies of its scans, or a tuple of these. None: the blocks are found
+        (`found`) when they are needed.
       optimizer: an optax optimizer; its update is then part of the step.
       trainable: which parameters have gradients and optimizer state: None for all, a glob (or a tuple of globs) on parameter
         paths such as `"*lora*"`, or a function of the path and the leaf.
@@ -81,6 +84,7 @@ class Workload:
     micro_batches: int = 1
     """The number of micro-batches in which a step computes the gradient; `batch` is one of them, `whole_batch` are all."""
     whole_batch: tuple[Any, ...]
+    _blocks: tuple[Block, ...] | None
     _inside: LossInside | None = None
     """The loss inside a finished step."""
     declared: str | None = None
@@ -91,7 +95,7 @@ class Workload:
         loss: Callable[..., Any],
         params: Any,
         batch: tuple[Any, ...],
-        blocks: Any,
+        blocks: Any = None,
         *,
         optimizer: Any = None,
         trainable: Any = None,
@@ -104,7 +108,7 @@ class Workload:
     ) -> None:
         if not callable(loss):
             raise ArgumentError(f"loss={loss!r}: expected a function loss(params, *batch)")
-        _check_batch(batch)
+        check_batch(batch)
         if optimizer is not None:
             check_optimizer(optimizer)
         self.own = OwnCheckpoints(own_checkpoints)
@@ -114,21 +118,21 @@ class Workload:
         self.params = structs(self._model.arrays, "params")
         self.mesh, self.shardings = on_mesh(mesh, shardings, (self._model.arrays, *batch), argument_names(batch))
         self.loss, self.own_loss, self._states = under(self.mesh, self._model.loss(loss)), loss, 0
-        self.blocks = checked_blocks(blocks)
+        self._blocks = None if blocks is None else checked_blocks(blocks)
         self.trainable = trainable if trainable is not None else self._model.trainable
         self.has_aux, self.donate = has_aux, donate
         check_trained(split(self.params, self.trainable)[0])
         self.name = name or str(getattr(loss, "__name__", "workload"))
         self._finished: TrainingStep | None = None
-        self._check_loss()
+        check_value(jax.eval_shape(self.loss, self.params, *self.batch), has_aux)
 
     @classmethod
     def from_step(
         cls,
         step: Callable[..., Any],
         *args: Any,
-        blocks: Any,
-        donate_argnums: int | Sequence[int] = (),
+        blocks: Any = None,
+        donate_argnums: int | Sequence[int] | None = None,
         mesh: Any = None,
         shardings: Any = None,
         name: str | None = None,
@@ -142,6 +146,8 @@ class Workload:
         of the step. `jax.jit` drops such writes; a `RematWarning` says so.
 
         Args:
+          args: pytrees of arrays or shapes, NNX objects, callable models; values that the step's `jit` declares static.
+          donate_argnums: the positions of donated arguments; by default those that the step's own `jit` donates.
           mesh, shardings: as for `Workload`, with an entry of `shardings` for each of `args`. The step itself decides the
             shardings of its results: by its `out_shardings` or constraints, or it leaves them to the compiler.
 
@@ -161,21 +167,21 @@ class Workload:
         self.own = OwnCheckpoints(own_checkpoints)
         self.own_loss = None
         self.optimizer, self.trainable = None, None
-        self.params, self.batch, self.has_aux, self.donate = None, (), False, bool(donate_argnums)
+        self.params, self.batch, self.has_aux = None, (), False
         self.whole_batch = ()
-        self.blocks, self.name = checked_blocks(blocks), name or str(getattr(step, "__name__", "step"))
-        donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-        if not all(isinstance(index, int) and 0 <= index < len(args) for index in donated):
-            raise ArgumentError(
-                f"donate_argnums={donate_argnums!r}: expected positions among the {len(args)} arguments of step"
-            )
-        arrays = nnx_blocks.arrays_of(args)
-        names = tuple(f"args[{index}]" for index in range(len(args)))
-        self.mesh, self.shardings = on_mesh(mesh, shardings, arrays, names)
-        function, arguments = nnx_blocks.step_of_arrays(step, args, lambda tree: structs(tree, "args"))
-        self.loss = under(self.mesh, function)
-        self._finished = TrainingStep(self.loss, arguments, donated, (), self.mesh, self.shardings)
-        self._inside = LossInside(self.loss, arguments, self.name)
+        self.name = name or str(getattr(step, "__name__", "step"))
+        self._blocks = None if blocks is None else checked_blocks(blocks)
+        places = donated(step, donate_argnums, len(args))
+        finished = of_arrays(step, args, lambda tree: structs(tree, "args"))
+        if shardings is not None and len(shardings) == len(args):
+            shardings = tuple(shardings[place] for place in finished.places)
+        names = tuple(f"args[{place}]" for place in finished.places)
+        self.mesh, self.shardings = on_mesh(mesh, shardings, finished.arrays, names)
+        self.loss = under(self.mesh, finished.function)
+        reused = tuple(finished.places.index(place) for place in places if place in finished.places)
+        self.donate = bool(reused)
+        self._finished = TrainingStep(self.loss, finished.shapes, reused, (), self.mesh, self.shardings)
+        self._inside = LossInside(self.loss, finished.shapes, self.name)
         return self
 
     @classmethod
@@ -185,23 +191,12 @@ class Workload:
         """A workload of the NNX `model` and `loss(model, *batch)`; `options` are those of `Workload`.
 
         The parameters are the model's `nnx.Param` state; other state (RNG counters, batch statistics, caches) reaches the loss
-        unchanged. If `blocks` is None, the model's lists of modules give the blocks, as in `enable_gradient_checkpointing`: a
-        list counts if it has two or more modules, all of one class, and is not inside another such list.
+        unchanged.
         """
         if not isinstance(model, nnx.Module):
             raise ArgumentError(f"model={model!r}: expected an NNX module")
-        if blocks is None:
-            blocks = tuple(dict.fromkeys(type(module) for module in repeated_modules(model))) or None
-        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-
-        def of_params(params: Any, rest: Any, *batch: Any) -> Any:
-            # Copy the variables at this level of tracing; otherwise Flax refuses to write to counters and statistics.
-            merged = nnx.merge(graphdef, *jax.tree.map(lambda leaf: leaf, (params, rest)))
-            with nnx_blocks.known_paths(merged):
-                return loss(merged, *batch)
-
-        of_params.__name__ = getattr(loss, "__name__", "loss")
-        _check_batch(batch)
+        of_params, params, rest = nnx_blocks.loss_of_state(model, loss)
+        check_batch(batch)
         if options.get("mesh") is not None and options.get("shardings") is not None:
             # Check here, so that an error numbers the batch's arguments as the caller does. Other state is replicated.
             described = structs(params, "params"), *structs(batch, "batch")
@@ -250,9 +245,35 @@ class Workload:
             shardings = (of_params, *[None] * self._states, *of_batch)
         options = {name: getattr(self, name) for name in ("optimizer", "trainable", "has_aux", "donate", "name")}
         options |= {"mesh": new_mesh, "shardings": shardings, "own_checkpoints": self.own.choice}
-        workload = Workload(self.own_loss, self._model.whole(self.params), self.batch, self.blocks, **options)
+        workload = Workload(self.own_loss, self._model.whole(self.params), self.batch, self._blocks, **options)
         workload._states = self._states
         return workload
+
+    @property
+    def found(self) -> FoundBlocks | None:
+        """The blocks that were found, and what else could be blocks; None if `blocks` were given."""
+        return self._find if self._blocks is None else None
+
+    def find_blocks(self) -> FoundBlocks:
+        """The repeated parts of the loss whose checkpoints save the most memory, also if `blocks` were given.
+
+        Raises:
+          BlockError: nothing in the loss is repeated, or two choices are equally good.
+        """
+        return self._find
+
+    @functools.cached_property
+    def _find(self) -> FoundBlocks:
+        if self._finished is not None:
+            return find_blocks_of_step(self._finished.function, self._finished.arguments, self.name)
+        loss, trained, frozen = self.split_loss("off")
+        value = (lambda *args: loss(*args)[0]) if self.has_aux else loss
+        return find_blocks(value, trained, (frozen, *self.batch), self.name)
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The units of checkpointing, given or found."""
+        return self._blocks or self._find.blocks
 
     def with_loss(self, loss: Callable[..., Any]) -> Workload:
         """The same step with a new loss that takes the same arguments."""
@@ -364,7 +385,7 @@ class Workload:
         if self.mesh is None:
             return step
         params, *batch = self.shardings
-        trained, frozen = self.parted_shardings(params)
+        trained, frozen = parted_like(self.params, self.trainable, params)
         if self.optimizer is None:
             places: tuple[Any, ...] = (trained, frozen, *batch)
         else:
@@ -376,25 +397,3 @@ class Workload:
             return tuple(out if place is None else pinned(out, places[place]) for out, place in zip(results, like, strict=True))
 
         return dataclasses.replace(step, function=under(self.mesh, function), mesh=self.mesh, shardings=places)
-
-    def parted_shardings(self, of_params: Any) -> tuple[Any, Any]:
-        """Split `of_params`, a pytree like `params`, into the values for trained and those for frozen parameters."""
-        trained, frozen, _ = split(self.params, self.trainable)
-        if self.trainable is None:
-            return of_params, {}
-        by_path = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(of_params)}
-        return {path: by_path[path] for path in trained}, {path: by_path[path] for path in frozen}
-
-    def _check_loss(self) -> None:
-        out = jax.eval_shape(self.loss, self.params, *self.batch)
-        is_pair = isinstance(out, tuple) and len(out) == 2
-        value: Any = (out[0] if is_pair else None) if self.has_aux else out
-        if not hasattr(value, "shape") or value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
-            shown = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", out)
-            expected = "(scalar, aux)" if self.has_aux else "a floating-point scalar; with aux, pass has_aux=True"
-            raise ArgumentError(f"loss: it returns {shown}, expected {expected}")
-
-
-def _check_batch(batch: Any) -> None:
-    if not isinstance(batch, tuple):
-        raise ArgumentError(f"batch={type(batch).__name__}: expected a tuple of arguments; write (batch,) for a single one")

@@ -27,6 +27,14 @@ _globs: ContextVar[tuple[str, ...]] = ContextVar("globs", default=())
 _inside: ContextVar[tuple[tuple[Any, str], ...]] = ContextVar("inside", default=())
 
 
+_listener: ContextVar[Callable[[type, str], AbstractContextManager[Any]] | None] = ContextVar("listener", default=None)
+
+
+def listening(listener: Callable[[type, str], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
+    """Inside this context each module, of class `cls` at `path`, is called in the context `listener(cls, path)`."""
+    return compat.setting(_listener, listener)
+
+
 def is_inside(block: Any, method: str = CALL) -> bool:
     """Whether this method of a module, or this function, is being traced under its policy."""
     return any(method == of_running and _is_same(block, running) for running, of_running in _inside.get())
@@ -51,7 +59,10 @@ def run_module(
     policies = scope.active()
     if policies is None or is_inside(module, method):
         return plain()
-    record = scope.record()
+    record, listener = scope.record(), _listener.get()
+    if listener is not None and method == CALL:
+        with listener(type(module), path):
+            return plain()
     if method == CALL:
         record.modules.setdefault(path, type(module).__name__)
     entry = policies.find(type(module), path, _globs.get(), method)

@@ -17,7 +17,7 @@ from remat_jax.apply import gradients, haiku, linen, nnx, pytrees, scope
 from remat_jax.apply.nnx_state import Objects, is_node
 from remat_jax.apply.per_layer import kept_programs
 from remat_jax.apply.region import traced
-from remat_jax.apply.replan import run_regions
+from remat_jax.apply.replan import with_marked_parts
 from remat_jax.apply.scope import BlockPolicies, Record
 from remat_jax.core.marks import Block
 from remat_jax.errors import BlockError, RematError, UnsupportedError
@@ -76,9 +76,10 @@ def _by_layer(
         marked: Function, args: tuple[Any, ...], kwargs: dict[str, Any], scope_name: str | None = None
     ) -> tuple[Any, set[Block], Any]:
         jaxpr, values, outputs_of = traced(marked, args, kwargs)
+        within = blocks - inside if marked is with_marks else blocks
         named = contextlib.nullcontext() if scope_name is None else jax.named_scope(scope_name)
         with compat.changing_differentiated(None), named:
-            within = blocks - inside if marked is with_marks else blocks
+            jaxpr = with_marked_parts(jaxpr, within, record)
             outputs, counts = kept_programs.evaluate(jaxpr, values, within, record.audit)
         return outputs_of(outputs), set(counts), jaxpr
 
@@ -128,12 +129,12 @@ def _remembered(fn: Function) -> dict[Hashable, frozenset[Block]]:
 
 
 def with_blocks(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`fn(*args, **kwargs)` with calls of blocks intercepted, and checkpoint regions under the policy for `CHECKPOINTS`."""
+    """`fn(*args, **kwargs)` with calls of blocks intercepted."""
     offloads = any(getattr(policy, "offloads", False) for _, policy in policies.entries)
     explained = compat.eager_offload_explained() if offloads else contextlib.nullcontext()
     with explained, linen.intercepting(), haiku.intercepting(), nnx.intercepting(policies, (args, kwargs)):
         with pytrees.intercepting(policies, (*args, *kwargs.values())):
-            return run_regions(fn, args, kwargs)
+            return fn(*args, **kwargs)
 
 
 class Effect:

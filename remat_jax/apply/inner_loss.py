@@ -15,7 +15,7 @@ from remat_jax.apply.effect import run_under
 from remat_jax.apply.gradients import Gradient, Types, noting_gradients
 from remat_jax.apply.per_layer import layered
 from remat_jax.apply.per_layer.positions import marks
-from remat_jax.apply.scope import BlockPolicies, missed
+from remat_jax.apply.scope import BlockPolicies, Record, missed
 from remat_jax.core import is_smooth
 from remat_jax.core.marks import Block
 from remat_jax.core.walk import bodies
@@ -80,7 +80,7 @@ class LossInside:
 
     def _found(self, policies: BlockPolicies) -> InnerLoss:
         assert self._place is not None, "the loss has a place"
-        gradients, jaxpr = _gradients(self.step, self.arguments, policies)
+        gradients, jaxpr = _checked_gradients(self.step, self.arguments, policies)
         found, blocks = gradients[self._place], frozenset(block for block, _ in policies.entries)
         text = str(found.jaxpr)
         # Micro-batches that are unrolled are equal gradients. A body that is traced twice runs once.
@@ -88,7 +88,7 @@ class LossInside:
         return InnerLoss(found.jaxpr, blocks, found.frozen, found.trained, found.outputs, rounds or 1)
 
     def _place_of_loss(self, policies: BlockPolicies) -> int:
-        gradients, _ = _gradients(self.step, self.arguments, policies)
+        gradients, _ = _checked_gradients(self.step, self.arguments, policies)
         through = [(place, each) for place, each in enumerate(gradients) if any(marks(each.jaxpr))]
         if where := next((each.where for _, each in through if each.where), ""):
             raise UnsupportedError(
@@ -107,21 +107,30 @@ class LossInside:
         raise UnsupportedError(f"step={self.name!r} takes {number} through its blocks; expected one: {remedy}")
 
 
-def _gradients(step: Callable[..., Any], arguments: tuple[Any, ...], policies: BlockPolicies) -> tuple[list[Gradient], Any]:
-    """The gradients that a step takes, in order, with marks for the blocks of `policies`; and the step under the policies."""
+def _checked_gradients(
+    step: Callable[..., Any], arguments: tuple[Any, ...], policies: BlockPolicies
+) -> tuple[list[Gradient], Any]:
     waiting = replace(policies, waits=True).anew()
-    records = []
+    gradients, jaxpr, record = gradients_of(step, arguments, waiting)
+    if (error := missed(waiting, record)) is not None:
+        raise error
+    return gradients, jaxpr
+
+
+def gradients_of(
+    step: Callable[..., Any], arguments: tuple[Any, ...], policies: BlockPolicies
+) -> tuple[list[Gradient], Any, Record]:
+    """The gradients that a step takes under `policies` that wait, in order, with marks for the blocks; the step; the record."""
+    records: list[Record] = []
 
     def run(*args: Any) -> Any:
-        outputs, record = run_under(waiting, step, args, {})
+        outputs, record = run_under(policies, step, args, {})
         records.append(record)
         return [leaf for leaf in jax.tree.leaves(outputs) if compat.is_operand(leaf)]
 
     with noting_gradients() as gradients:
         jaxpr = jax.make_jaxpr(run)(*arguments)
-    if (error := missed(waiting, records[-1])) is not None:
-        raise error
-    return gradients, jaxpr
+    return gradients, jaxpr, records[-1]
 
 
 def _rounds(jaxpr: Any, scope: str) -> int:

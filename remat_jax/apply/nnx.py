@@ -19,11 +19,10 @@ from remat_jax import compat
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.calls import Call, entered, intercepted, named_scopes
 from remat_jax.apply.methods import CALL, block_path, classes_and_methods, with_own_method
-from remat_jax.apply.nnx_state import NodeCopies, Objects, as_pure_function, is_node, nodes_in
+from remat_jax.apply.nnx_state import nodes_in
 from remat_jax.apply.region import RegionPolicy, run_block
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.identity import ByIdentity
-from remat_jax.warning import warn
 
 # A module → its path from its root (`known_paths`). A root is an argument of the function under a policy.
 _paths: ContextVar[ByIdentity[str]] = ContextVar("paths", default=ByIdentity())  # noqa: B039 - never mutated, only replaced
@@ -93,77 +92,18 @@ def known_paths_in(arguments: Any) -> Iterator[None]:
         yield
 
 
-# --- training steps ------------------------------------------------------------------------------------------------------
+def loss_of_state(model: nnx.Module, loss: Call) -> tuple[Call, Any, Any]:
+    """`loss(model, *batch)` as a function of parameters, other state and batch; the model's parameters and other state."""
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
+    def of_params(params: Any, rest: Any, *batch: Any) -> Any:
+        # Copy the variables at this level of tracing; otherwise Flax refuses to write to counters and statistics.
+        merged = nnx.merge(graphdef, *jax.tree.map(lambda leaf: leaf, (params, rest)))
+        with known_paths(merged):
+            return loss(merged, *batch)
 
-def step_of_arrays(step: Call, args: tuple[Any, ...], structs: Call) -> tuple[Call, tuple[Any, ...]]:
-    """`step(*args)` as a function of arrays, and its arguments as shapes, one for each of `args`.
-
-    If there are NNX objects among `args`, the function returns the arrays that the step returns and those that it writes to the
-    objects. The state of an object in several arguments belongs to the first of them. No array of `args` is kept.
-
-    Args:
-      structs: replaces the arrays in a pytree by their shapes.
-    """
-    if not nodes_in(args):
-        return step, structs(args)
-    flat, treedef = jax.tree.flatten(args, is_leaf=is_node)
-    objects = Objects([leaf for leaf in flat if is_node(leaf)])
-    nodes = iter(NodeCopies(objects, structs(objects.leaves)).nodes)
-    abstract = jax.tree.unflatten(treedef, [next(nodes) if is_node(leaf) else structs(leaf) for leaf in flat])
-    pure, *_ = as_pure_function(_in_paths(step), abstract, {})
-    _warn_of_lost_writes(step, abstract)
-
-    def of_arrays(*parts: Any) -> list[Any]:
-        arguments = [leaf for _, leaves in parts for leaf in leaves]
-        arrays, _ = pure([leaf for leaves, _ in parts for leaf in leaves], *arguments)
-        return list(arrays)
-
-    return of_arrays, arrays_of(abstract)
-
-
-def arrays_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of the function that `step_of_arrays` returns, with the arrays of `args`."""
-    if not nodes_in(args):
-        return args
-    leaves = Objects(nodes_in(args)).leaves
-    ends = [len(Objects(nodes_in(args[: place + 1])).leaves) for place in range(len(args))]
-    return tuple(
-        (leaves[start:end], [None if is_node(leaf) else leaf for leaf in jax.tree.leaves(arg, is_leaf=is_node)])
-        for start, end, arg in zip([0, *ends], ends, args, strict=False)
-    )
-
-
-def _in_paths(step: Call) -> Call:
-    def run(*args: Any) -> Any:
-        with known_paths_in(args):
-            return step(*args)
-
-    return run
-
-
-def _warn_of_lost_writes(step: Call, args: tuple[Any, ...]) -> None:
-    """Warn if `step` is under `jax.jit`, which drops what a function writes to NNX objects and does not return."""
-    if not isinstance(step, _JAX_JIT):
-        return
-    returned: set[int] = set()
-
-    def inner(*args: Any) -> Any:
-        outputs = step.__wrapped__(*args)
-        returned.update(map(id, jax.tree.leaves(outputs)))
-        return outputs
-
-    pure, state, arguments, _ = as_pure_function(inner, args, {})
-    lost: list[int] = []
-    jax.eval_shape(lambda *given: lost.append(sum(id(out) not in returned for out in pure(*given)[0])), state, *arguments)
-    if lost[-1]:
-        warn(
-            f"step: it is under jax.jit, which drops what the step writes to its NNX arguments and does not return: {lost[-1]} "
-            "arrays. XLA then removes what computes them, perhaps the whole gradient. Use nnx.jit, or return nnx.state(model)."
-        )
-
-
-_JAX_JIT = type(jax.jit(lambda: None))
+    of_params.__name__ = getattr(loss, "__name__", "loss")
+    return of_params, params, rest
 
 
 # --- intercepting -----------------------------------------------------------------------------------------------------

@@ -1,20 +1,21 @@
-"""`replan`, and the block `"checkpoints"`: another policy on the existing `jax.checkpoint` regions of a function."""
+"""`replan`, and the blocks `"checkpoints"` and `"scans"`: a policy on regions or scans that a function already has."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, ParamSpec, TypeVar, cast
 
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
+from remat_jax.apply.own_checkpoints import in_place
 from remat_jax.apply.region import RegionPolicy, run_jaxpr, traced
-from remat_jax.core.marks import CHECKPOINTS
+from remat_jax.core.marks import CHECKPOINTS, PARTS, SCANS, Block
 from remat_jax.core.rewrite import count_regions, leaving_blocks, rewrite
-from remat_jax.core.walk import equations
+from remat_jax.core.walk import equations, retrace
 from remat_jax.errors import ArgumentError, BlockError
 from remat_jax.policy import as_policy
 
@@ -77,29 +78,32 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
     return replanned
 
 
-def run_regions(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`fn(*args, **kwargs)`. If there is an active policy for `CHECKPOINTS`, it applies to the regions of `fn`."""
+def with_marked_parts(jaxpr: Any, blocks: Set[Block], record: scope.Record) -> Any:
+    """The closed `jaxpr` with marks for its checkpoint regions and scans, as far as they are among the `blocks`."""
     policies = scope.active()
-    policy = None if policies is None else policies.find_function(CHECKPOINTS)
-    if policy is None:
-        return fn(*args, **kwargs)
-    record = scope.record()
-    jaxpr, values, outputs_of = traced(fn, args, kwargs)
-    with leaving_blocks():
-        count = count_regions(jaxpr)
-        if count:
-            record.reached.add(CHECKPOINTS)
-            record.replaced += count
-        return outputs_of(_under(policy, record.audit, jaxpr, values))
+    for part in sorted(PARTS & blocks):
+        policy = None if policies is None else policies.find_function(part)
+        with leaving_blocks():
+            count = count_regions(jaxpr, part)
+            if count and policy is not None:
+                record.reached.add(part)
+                record.replaced += count if part == CHECKPOINTS else 0
+                under = functools.partial(_under, policy, record.audit, jaxpr, part=part)
+                jaxpr = retrace(jaxpr, lambda *values, under=under: under(values))
+    return jaxpr
 
 
-def _under(policy: RegionPolicy, audit: Audit, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+def _under(policy: RegionPolicy, audit: Audit, jaxpr: Any, values: Sequence[Any], part: str = CHECKPOINTS) -> list[Any]:
     """The closed `jaxpr` on `values`, with its regions under `policy`."""
 
     def run(body: Any, path: str, inputs: list[bool], values: list[Any], looped: bool) -> list[Any]:
         return run_jaxpr(body, policy, path, inputs, values, audit, looped=looped or None)
 
-    return rewrite(jaxpr, values, run)
+    def run_iteration(body: Any, path: str, inputs: list[bool], values: list[Any], looped: bool) -> list[Any]:
+        of_body = lambda body, inputs, values, _: run(body, path, list(inputs), list(values), looped)  # noqa: E731
+        return in_place(body, policy, inputs, values, of_body)
+
+    return rewrite(jaxpr, values, run_iteration if part == SCANS else run, part)
 
 
 # For each function that `replan` returned: the function and the policy that `replan` was given.

@@ -20,7 +20,7 @@ from flax import linen, nnx
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.methods import CALL, checked_method, defines, first_name, method_of
-from remat_jax.core.marks import CHECKPOINTS, Block, Marked, name_of
+from remat_jax.core.marks import CHECKPOINTS, PARTS, Block, Marked, name_of
 from remat_jax.errors import ArgumentError, BlockError, NoEffectError, RematError, nearest
 from remat_jax.policy import JaxPolicy, LayerPolicies, Policy, as_block_policy
 
@@ -43,8 +43,11 @@ class BlockPolicies:
 
     @property
     def by_layer(self) -> bool:
-        """Whether all blocks become marks and get their policies after tracing: `waits`, or any block has policies by layer."""
-        return self.waits or any(isinstance(policy, LayerPolicies) for _, policy in self.entries)
+        """Whether all blocks become marks and get their policies after tracing.
+
+        So it is if a block has policies by layer, is a part of a traced function, or `waits`.
+        """
+        return self.waits or any(block in PARTS or isinstance(policy, LayerPolicies) for block, policy in self.entries)
 
     @classmethod
     def of(cls, policies: Mapping[Block, Any], *, keeps: bool = False) -> BlockPolicies:
@@ -71,7 +74,7 @@ class BlockPolicies:
         return None
 
     def find_function(self, function: Block) -> Policy | JaxPolicy | Marked | None:
-        """The policy of a marked function, or of `CHECKPOINTS`."""
+        """The policy of a marked function, or of one of `PARTS`."""
         return next((self._marked(block, policy) for block, policy in self.entries if block == function), None)
 
     def _marked(self, block: Block, policy: Policy | JaxPolicy | LayerPolicies) -> Policy | JaxPolicy | Marked:
@@ -94,7 +97,7 @@ def _selects(block: Block, module: type, path: str, method: str) -> bool:
     if isinstance(block, type):
         return method == CALL and issubclass(module, block)
     if isinstance(block, str):
-        return method == CALL and block != CHECKPOINTS and fnmatchcase(path, block)
+        return method == CALL and block not in PARTS and fnmatchcase(path, block)
     named = method_of(block)
     return named is not None and issubclass(module, named.classes) and method == first_name(module, named.name)
 
@@ -232,8 +235,9 @@ def _never_called(block: Block, record: Record) -> str:
     called = sorted({f"{path or '(root)'}: {name}" for path, name in record.modules.items()})
     listing = "; ".join(called[:12]) + (f"; and {len(called) - 12} more" if len(called) > 12 else "")
     seen = f"The modules that were called: {listing}." if called else "No module of this kind was called at all."
-    if block == CHECKPOINTS:
-        return "block='checkpoints': the function has no jax.checkpoint region. Name the class or function that runs a layer."
+    if block in PARTS:
+        wanted = "jax.checkpoint region" if block == CHECKPOINTS else "scan of two or more iterations"
+        return f"block={block!r}: the function has no {wanted}. Name the class or function that runs a layer."
     if isinstance(block, str):
         hint = nearest(block.strip("*"), list(record.modules))
         functions = (

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from remat_jax.cli.batch import batch
+from remat_jax.cli.blocks import blocks
 from remat_jax.cli.calibrate import calibrate
 from remat_jax.cli.demo import demo
 from remat_jax.cli.doctor import doctor
@@ -110,7 +111,7 @@ app = typer.Typer(
     epilog="Every command takes --json. Exit status: 0 on success, 1 if a check or the compiler fails, 2 for bad usage, 3 if "
     "nothing fits the budget.",
 )
-for command in (batch, calibrate, demo, doctor, measure, parity, plan, policies, report, targets):
+for command in (batch, blocks, calibrate, demo, doctor, measure, parity, plan, policies, report, targets):
     app.command()(command)
 
 

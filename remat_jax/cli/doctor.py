@@ -8,7 +8,7 @@ import typer
 
 from remat_jax import compat
 from remat_jax.cli.output import FAILED, Answer, Json, answering, progress
-from remat_jax.cli.workloads import POLICY_HELP, WORKLOAD, MeshOption, check_policy, load_on_mesh, read_policy
+from remat_jax.cli.workloads import POLICY_HELP, WORKLOAD, ArgsOption, MeshOption, check_policy, load_on_mesh, read_policy
 from remat_jax.diagnosis import doctor as diagnose
 from remat_jax.diagnosis import environment
 from remat_jax.errors import ArgumentError
@@ -25,14 +25,15 @@ def doctor(
         typer.Option(help="A GPU or TPU to compile for (remat-jax targets). Default: trace, and compile nothing."),
     ] = None,
     mesh: MeshOption = None,
+    args: ArgsOption = None,
     timeout: Annotated[float, typer.Option(help="Time limit of each compilation in seconds.")] = DEFAULT_TIMEOUT,
     as_json: Json = False,
 ) -> None:
     """Name the known traps in a training step under a policy: where, what happens, and the remedy.
 
-    FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. Exits 1 if a trap is found. No GPU is
-    needed or used. Without FILE:FUNCTION, doctor lists this machine, its packages, and what they cannot do. Add this list, as
-    JSON, to a bug report.
+    FILE:FUNCTION names a training step (with --args), or a function without arguments that returns a remat_jax.Workload. Exits
+    1 if a trap is found. No GPU is needed or used. Without FILE:FUNCTION, doctor lists this machine, its packages, and what
+    they cannot do. Add this list, as JSON, to a bug report.
     """
     with answering(as_json) as answer:
         if workload is None:
@@ -42,7 +43,7 @@ def doctor(
         check_policy(policy)
         check_timeout(timeout)
         described = target_named(target) if target is not None else None
-        job = load_on_mesh(workload, mesh, described)
+        job = load_on_mesh(workload, mesh, described, args, answer)
         with progress() as show_step:
             show_step(f"{job.name}: tracing" + (f", then compiling for {described.name}" if described else ""), 0, 1)
             diagnosis = diagnose(job, read_policy(policy, job), described, timeout)

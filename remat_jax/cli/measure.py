@@ -13,6 +13,7 @@ import typer
 from remat_jax.cli.output import Answer, Json, answering, check_picture, progress, writing
 from remat_jax.cli.workloads import (
     POLICY_HELP,
+    ArgsOption,
     MeshOption,
     TargetOption,
     WorkloadArgument,
@@ -47,6 +48,7 @@ def measure(
     ] = None,
     target: TargetOption = "cpu",
     mesh: MeshOption = None,
+    args: ArgsOption = None,
     memory_limit: Annotated[
         str | None,
         typer.Option(
@@ -73,8 +75,8 @@ def measure(
 ) -> None:
     """Compile a training step under each policy with the target's own compiler, and measure the memory that the step needs.
 
-    FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. No GPU is needed; with --target
-    attached, each step also runs on this machine's GPU.
+    FILE:FUNCTION names a training step (with --args), or a function without arguments that returns a remat_jax.Workload. No GPU
+    is needed; with --target attached, each step also runs on this machine's GPU.
     """
     with answering(as_json) as answer:
         names = _distinct(policy, diff)
@@ -87,7 +89,7 @@ def measure(
                 f"{option}{described.name!r}: memory at the peak is known only for GPUs and TPUs; give one, such as "
                 "--target h200"
             )
-        job = load_on_mesh(workload, mesh, described)
+        job = load_on_mesh(workload, mesh, described, args, answer)
         with progress() as show_step:
             show_step(f"{job.name}: tracing, then compiling for {described.name}", 0, len(names))
             policies = {name: read_policy(name, job) for name in names}

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from remat_jax.cli.output import Answer, Json, answering, check_folder, check_picture, progress, writing
-from remat_jax.cli.workloads import MeshOption, WorkloadArgument, load_on_mesh
+from remat_jax.cli.workloads import ArgsOption, MeshOption, WorkloadArgument, load_on_mesh
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT
 from remat_jax.planning.changes import CHANGES, checked
@@ -26,6 +26,7 @@ def plan(
     ],
     target: Annotated[str, typer.Option(help="The target to plan and compile for; see remat-jax targets.")],
     mesh: MeshOption = None,
+    args: ArgsOption = None,
     host_budget: Annotated[str | None, typer.Option(help="Host memory: 64GiB, or 0 for no offload. Default: no limit.")] = None,
     allow: Annotated[
         list[str] | None, typer.Option(help=f"A change beyond the blocks that the plan may make: {', '.join(CHANGES)}.")
@@ -41,8 +42,9 @@ def plan(
 ) -> None:
     """Find the fastest policy whose compiled training step fits a budget of memory.
 
-    FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. No GPU is needed or used. If nothing
-    fits, the exit status is 3, and the error gives the smallest memory that was reached and its largest parts.
+    FILE:FUNCTION names a training step (with --args), or a function without arguments that returns a remat_jax.Workload. No GPU
+    is needed or used. If nothing fits, the exit status is 3, and the error gives the smallest memory that was reached and its
+    largest parts.
     """
     with answering(as_json) as answer:
         # Check the arguments before the user's file runs, which may take long.
@@ -51,7 +53,7 @@ def plan(
         for option, path in (("save", save), ("html", html), ("plot", plot)):
             check_folder(option, path)
         check_picture(plot)
-        job = load_on_mesh(workload, mesh, described)
+        job = load_on_mesh(workload, mesh, described, args)
         with progress() as show_step:
             made = make_plan(job, device, described, host, allow=allowed, timeout=timeout, progress=show_step)
         answer.show(plan_table(made), named_table(made), *filter(None, [beyond_table(made)]), next_gib(made), *made.notes)

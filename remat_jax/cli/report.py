@@ -9,7 +9,7 @@ import typer
 
 from remat_jax.cli.output import FAILED, Answer, Json, answering, progress
 from remat_jax.cli.parity import parity_report
-from remat_jax.cli.workloads import MeshOption, TargetOption, WorkloadArgument, load_on_mesh
+from remat_jax.cli.workloads import ArgsOption, MeshOption, TargetOption, WorkloadArgument, load_on_mesh
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.devices import check_devices
@@ -35,6 +35,7 @@ def report(
     ] = None,
     target: TargetOption = "h200",
     mesh: MeshOption = None,
+    args: ArgsOption = None,
     budget: Annotated[
         str | None, typer.Option("--budget", "-b", help="Also plan within this device memory: 40GiB, '38 GB', bytes, 80%, 0.8.")
     ] = None,
@@ -51,9 +52,9 @@ def report(
 ) -> None:
     """Write one HTML page of a workload: policies side by side, memory by module, the plan with its frontier, parity, traps.
 
-    FILE:FUNCTION names a function without arguments that returns a remat_jax.Workload. The page loads no other file. No GPU is
-    needed; with --target attached, each step also runs on this machine's GPU. Exits 1 if the comparison with PyTorch fails,
-    3 if nothing fits the budget.
+    FILE:FUNCTION names a training step (with --args), or a function without arguments that returns a remat_jax.Workload. The
+    page loads no other file. No GPU is needed; with --target attached, each step also runs on this machine's GPU. Exits 1 if
+    the comparison with PyTorch fails, 3 if nothing fits the budget.
     """
     with answering(as_json) as answer:
         # Check the arguments before the user's file runs, which may take long.
@@ -67,7 +68,7 @@ def report(
         within = budget_bytes(budget, described) if budget is not None else None
         if parity is not None:
             require_torch()
-        job = load_on_mesh(workload, mesh, described)
+        job = load_on_mesh(workload, mesh, described, args, answer)
         made = Plan.load(plan, job) if plan is not None else within
         check_devices(job, described)
         if isinstance(made, Plan):

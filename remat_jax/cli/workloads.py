@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from remat_jax import compat
+from remat_jax.cli.output import Answer
 from remat_jax.errors import ArgumentError, RematError, nearest
 from remat_jax.hardware import Target
 from remat_jax.memory.compile.devices import check_size
@@ -39,14 +40,34 @@ MeshOption = Annotated[
 ]
 
 
-def load_on_mesh(name: str, mesh: str | None, target: Target | None) -> Workload:
-    """The workload that `name` refers to. `mesh`, if given, replaces its mesh, and must be as large as `target`."""
+ArgsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--args",
+        metavar="FILE:NAME",
+        help="FILE:FUNCTION is a training step, and this is the tuple of its arguments (arrays or shapes), or a function that "
+        "returns it. Default: example_args beside the step.",
+    ),
+]
+_EXAMPLE = "example_args"
+
+
+def load_on_mesh(
+    name: str, mesh: str | None, target: Target | None, args: str | None, answer: Answer | None = None
+) -> Workload:
+    """The workload that `name` refers to. `mesh`, if given, replaces its mesh, and must be as large as `target`.
+
+    If its blocks are to be found, `answer` shows which.
+    """
     divided = None if mesh is None else as_mesh(mesh)
     if divided is not None and target is not None:
         check_size(divided, target, f"mesh={mesh!r}")
     compat.keep_to_cpu_without_gpu()
-    job = load_workload(name)
-    return job if divided is None else job.on_mesh(divided)
+    job = load_workload(name, args)
+    job = job if divided is None else job.on_mesh(divided)
+    if answer is not None and job.found is not None:
+        answer.show(job.found.text)
+    return job
 
 
 POLICY_HELP = "A name, a text, or the .json file of a plan"
@@ -75,10 +96,31 @@ def is_plan(given: str) -> bool:
 _EXPECTED = "expected path/to/file.py:function or package.module:function"
 
 
-def load_workload(name: str) -> Workload:
-    """The workload that `name` refers to; if `name` refers to a function, the workload that it returns without arguments."""
-    workload: Workload = load_named(name, "workload", (Workload,), "a remat_jax.Workload")
-    return workload
+def load_workload(name: str, args: str | None = None) -> Workload:
+    """The workload that `name` refers to, or that the function of this name returns without arguments.
+
+    If `name` refers to a training step, the workload of this step. `args` names its arguments; without it they are
+    `example_args` of the step's module.
+    """
+    subject, expected = f"workload={name!r}", "a remat_jax.Workload"
+    loaded = _attribute(name, subject, (Workload,))
+    if args is None and callable(loaded) and _needed(loaded):
+        args = f"{name.rpartition(':')[0]}:{_EXAMPLE}"
+        if not hasattr(_module(name.rpartition(":")[0], subject), _EXAMPLE):
+            raise ArgumentError(
+                f"{subject} needs the arguments {', '.join(_needed(loaded))}. A function without arguments that returns a "
+                f"remat_jax.Workload needs none. If it is a training step, name its arguments with --args FILE:NAME, or put "
+                f"them beside it as {_EXAMPLE}, a tuple of arrays or shapes"
+            )
+    if args is None:
+        workload: Workload = load_named(name, "workload", (Workload,), expected)
+        return workload
+    if isinstance(loaded, Workload) or not callable(loaded):
+        raise ArgumentError(
+            f"args={args!r}: {subject} is a {type(loaded).__name__}, not a training step, and takes no arguments"
+        )
+    given = load_named(args, "args", (tuple,), "the tuple of the step's arguments")
+    return _guarded(subject, lambda: Workload.from_step(loaded, *given, name=name.rpartition(":")[2]))
 
 
 def load_function(name: str) -> Callable[[int], Workload]:
@@ -142,17 +184,21 @@ def _attribute(name: str, subject: str, kinds: tuple[type, ...]) -> Any:
 def _called(subject: str, function: Any, expected: str) -> Any:
     if not callable(function):
         raise ArgumentError(f"{subject} is a {type(function).__name__}: expected {expected}, or a function that returns one")
-    needed = [
-        parameter.name
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if needed:
+    if needed := _needed(function):
         raise ArgumentError(
             f"{subject} needs the arguments {', '.join(needed)}: expected a function without arguments; "
             "give them defaults, or wrap it in a function without arguments"
         )
     return _guarded(subject, function)
+
+
+def _needed(function: Any) -> list[str]:
+    """The arguments of a function without defaults."""
+    return [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
 
 
 def _module(where: str, subject: str) -> ModuleType:

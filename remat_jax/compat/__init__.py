@@ -22,6 +22,7 @@ from remat_jax.compat.jaxprs import bind as bind
 from remat_jax.compat.jaxprs import closed as closed
 from remat_jax.compat.jaxprs import dce as dce
 from remat_jax.compat.jaxprs import eqn_context as eqn_context
+from remat_jax.compat.jaxprs import function_name as function_name
 from remat_jax.compat.jaxprs import has_ordered_effects as has_ordered_effects
 from remat_jax.compat.jaxprs import hoist_consts as hoist_consts
 from remat_jax.compat.jaxprs import inner_context as inner_context
@@ -42,6 +43,9 @@ from remat_jax.compat.jaxprs import uses_references as uses_references
 from remat_jax.compat.jaxprs import varying_axes as varying_axes
 from remat_jax.compat.jaxprs import with_equations as with_equations
 from remat_jax.compat.jaxprs import with_params as with_params
+from remat_jax.compat.jits import is_jax_jit as is_jax_jit
+from remat_jax.compat.jits import jit_of as jit_of
+from remat_jax.compat.jits import jitted_like as jitted_like
 from remat_jax.compat.policy_objects import OFFLOAD as OFFLOAD
 from remat_jax.compat.policy_objects import Selects as Selects
 from remat_jax.compat.policy_objects import names_in as names_in

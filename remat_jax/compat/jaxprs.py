@@ -168,6 +168,11 @@ def source_line(eqn: Any) -> str:
     return ""
 
 
+def function_name(jaxpr: Any) -> str:
+    """The name of the function from which the closed `jaxpr` was traced, such as `body` or `lambda`."""
+    return str(jaxpr.jaxpr.debug_info.func_src_info).partition(" ")[0].replace("<lambda>", "lambda")
+
+
 def dce(jaxpr: Any, used_outputs: Sequence[bool] | None = None, *, keep_inputs: bool = True) -> Any:
     """The closed `jaxpr` with only the equations that its used outputs need, also inside scans, jits and checkpoints."""
     used = [True] * len(jaxpr.out_avals) if used_outputs is None else list(used_outputs)

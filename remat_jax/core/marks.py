@@ -28,6 +28,12 @@ Block = type | str | Callable[..., Any]
 CHECKPOINTS = "checkpoints"
 """Selects the function's own `jax.checkpoint` regions as blocks."""
 
+SCANS = "scans"
+"""Selects the bodies of the function's outermost scans as blocks."""
+
+PARTS = frozenset({CHECKPOINTS, SCANS})
+"""The blocks that are parts of a traced function, and no calls."""
+
 
 def name_of(block: Block) -> str:
     """The name of a block in messages."""

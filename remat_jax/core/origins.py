@@ -46,10 +46,21 @@ class Origin:
     named_input: int | None = None
 
 
-def origin(jaxpr: Jaxpr, atom: Any, outer: tuple[str, ...] = (), layers: range | None = None) -> Origin:
-    """The origin of `atom`, a variable or literal of the open `jaxpr`, which was traced in the scopes `outer`, for `layers`."""
-    makers = _makers(jaxpr)
+Trail = list[tuple[Jaxpr, Any, tuple[str, ...]]]
+"""The variables that are one array: the open jaxpr of each, the variable, and the scopes around the jaxpr."""
+
+
+def origin(
+    jaxpr: Jaxpr, atom: Any, outer: tuple[str, ...] = (), layers: range | None = None, trail: Trail | None = None
+) -> Origin:
+    """The origin of `atom`, a variable or literal of the open `jaxpr`, which was traced in the scopes `outer`, for `layers`.
+
+    The variables that are the same array are added to `trail`, from `atom` to the one that the array's equation computes.
+    """
+    makers = makers_of(jaxpr)
+    trail = [] if trail is None else trail
     while not hasattr(atom, "val"):
+        trail.append((jaxpr, atom, outer))
         if atom in jaxpr.invars:
             return Origin(("argument", jaxpr.invars.index(atom)), "argument", f"argument {jaxpr.invars.index(atom)}")
         if atom in jaxpr.constvars:
@@ -61,7 +72,7 @@ def origin(jaxpr: Jaxpr, atom: Any, outer: tuple[str, ...] = (), layers: range |
         name = offloaded_name(eqn) or compat.given_name(eqn)
         here = compat.layers_of(eqn) or layers
         if name is not None:
-            under = origin(jaxpr, eqn.invars[0], outer, layers)
+            under = origin(jaxpr, eqn.invars[0], outer, layers, trail)
             aliases = (under.name, *under.aliases) if under.kind == "named" else ()
             if aliases and ":custom_jvp_call#" in name:
                 # An output of a checkpointed block has two names. The inner name is that of the equation that computes the
@@ -74,14 +85,14 @@ def origin(jaxpr: Jaxpr, atom: Any, outer: tuple[str, ...] = (), layers: range |
             atom = eqn.invars[index]
         elif compat.kind(eqn) in _CALLS:
             body = bodies(eqn)[0].jaxpr
-            inner = origin(body, body.outvars[index], outer + compat.scopes(eqn), here)
+            inner = origin(body, body.outvars[index], outer + compat.scopes(eqn), here, trail)
             if inner.kind != "argument":
                 inner = replace(inner, key=(atom, inner.key))
                 place = inner.named_input
                 return inner if place is None else _with_names_of(origin(jaxpr, eqn.invars[place], outer, layers), inner)
             atom = eqn.invars[inner.key[1]]
         elif eqn.primitive.name == "scan":
-            inner = _through_scan(eqn, index, outer + compat.scopes(eqn), here)
+            inner = _through_scan(eqn, index, outer + compat.scopes(eqn), here, trail)
             if inner.kind != "argument":
                 # A scan returns its final carry first, then its stacked outputs.
                 is_stacked = index >= compat.scan_layout(eqn)[1]
@@ -98,11 +109,11 @@ def output_names(jaxpr: Jaxpr) -> frozenset[str]:
     return frozenset(name for source in sources for name in (source.name, *source.aliases))
 
 
-# Open jaxpr → the result of `_makers`.
+# Open jaxpr → the result of `makers_of`.
 _known_makers: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-def _makers(jaxpr: Jaxpr) -> dict[Any, Any]:
+def makers_of(jaxpr: Jaxpr) -> dict[Any, Any]:
     """Variable → the equation of the open `jaxpr` that computes it."""
     if jaxpr not in _known_makers:
         _known_makers[jaxpr] = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
@@ -140,7 +151,7 @@ def _made_here(eqn: JaxprEqn, atom: Any, path: tuple[str, ...], layers: range | 
     return Origin(atom, "equation", f"{'/'.join(path)}:{compat.kind(eqn)}", compat.source_line(eqn), layers=layers)
 
 
-def _through_scan(eqn: JaxprEqn, index: int, path: tuple[str, ...], layers: range | None) -> Origin:
+def _through_scan(eqn: JaxprEqn, index: int, path: tuple[str, ...], layers: range | None, trail: Trail) -> Origin:
     """The origin of output `index` of a scan.
 
     If the output is one of the scan's constant operands, or a row of a scanned operand, the kind is `argument`, and `key[1]` is
@@ -148,7 +159,7 @@ def _through_scan(eqn: JaxprEqn, index: int, path: tuple[str, ...], layers: rang
     """
     body = bodies(eqn)[0].jaxpr
     consts, carry = compat.scan_layout(eqn)
-    inner = origin(body, body.outvars[index], path, layers)
+    inner = origin(body, body.outvars[index], path, layers, trail)
     if inner.kind != "argument":
         return inner
     operand = inner.key[1]

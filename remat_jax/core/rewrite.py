@@ -1,7 +1,7 @@
-"""Rewrites the `jax.checkpoint` regions of a traced function.
+"""Rewrites the `jax.checkpoint` regions and the scans of a traced function.
 
-`rewrite` puts each region under another policy. `established` replaces each region of `jax_remat3` by a region of the
-established rematerialisation with the same policy.
+`rewrite` puts each region, or the body of each scan, under another policy. `established` replaces each region of `jax_remat3`
+by a region of the established rematerialisation with the same policy.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.core.flow import all_inputs, flagged, has, inner_flags
+from remat_jax.core.marks import CHECKPOINTS, SCANS, mark_of
 from remat_jax.core.shared import note_fixed
 from remat_jax.core.walk import bodies, differentiated_bodies, equations, interpret, is_differentiated, rebind, retrace
 from remat_jax.errors import UnsupportedError
@@ -36,21 +37,23 @@ RunRegion = Callable[[Any, str, list[bool], list[Any], bool], list[Any]]
 """
 
 
-def rewrite(jaxpr: ClosedJaxpr, args: Sequence[Any], run: RunRegion) -> list[Any]:
-    """Evaluate the closed `jaxpr` on `args`, where `run` evaluates every checkpoint region, at any depth.
+def rewrite(jaxpr: ClosedJaxpr, args: Sequence[Any], run: RunRegion, part: str = CHECKPOINTS) -> list[Any]:
+    """Evaluate the closed `jaxpr` on `args`, where `run` evaluates every region, at any depth.
 
-    An operand of a region is a parameter if it is an argument of `jaxpr` or a view of an argument (a slice, a cast, a row of a
-    scanned stack). Other operands are inputs of the region. Operands that are the same array in every iteration of a loop are
-    recorded (`shared.note_fixed`).
+    A region is a checkpoint region or, if `part` is `SCANS`, the body of an outermost scan. An operand of a region is a
+    parameter if it is an argument of `jaxpr` or a view of an argument (a slice, a cast, a row of a scanned stack). Other
+    operands are inputs of the region. Operands that are the same array in every iteration of a loop are recorded
+    (`shared.note_fixed`).
 
     Raises:
       UnsupportedError: a region has been differentiated already.
     """
-    return _rewritten(run, jaxpr, args, [True] * len(args), (), None)
+    return _rewritten(run, part, jaxpr, args, [True] * len(args), (), None)
 
 
 def _rewritten(
     run: RunRegion,
+    part: str,
     jaxpr: ClosedJaxpr,
     args: Sequence[Any],
     from_arguments: Sequence[bool],
@@ -70,19 +73,23 @@ def _rewritten(
         flags = [has(atom, parameters) for atom in eqn.invars]
         kept = None if same is None else [has(atom, same) for atom in eqn.invars]
         scopes = path + compat.scopes(eqn)
-        region = region_body(eqn)
+        region = _region(eqn, part)
+        if region is not None and part == SCANS:
+            name = "/".join((*scopes, compat.function_name(region)))
+            chosen = [not flag for flag in inner_flags(eqn, "jaxpr", region, flags, _is_view)]
+            return rebind(eqn, inputs, lambda _, body: retrace(body, lambda *args: run(body, name, chosen, list(args), True)))
         if region is not None:
             note_fixed([value for value, is_same in zip(inputs, kept or (), strict=False) if is_same])
             with compat.eqn_context(eqn):
                 return run(region, "/".join(scopes) or "region", [not flag for flag in flags], inputs, kept is not None)
-        if not contains_region(eqn):
+        if not contains_region(eqn, part):
             return None
 
         def inside(key: str, body: Any) -> Any:
             if not is_differentiated(eqn, body):
                 return body
             from_arguments, fixed = inner_flags(eqn, key, body, flags, _is_view), _fixed_inside(eqn, key, body, kept)
-            return retrace(body, lambda *args: _rewritten(run, body, args, from_arguments, scopes, fixed))
+            return retrace(body, lambda *args: _rewritten(run, part, body, args, from_arguments, scopes, fixed))
 
         return rebind(eqn, inputs, inside)
 
@@ -135,20 +142,34 @@ def region_body(eqn: JaxprEqn) -> Any | None:
     return body
 
 
-def contains_region(eqn: JaxprEqn) -> bool:
-    """Whether `eqn` contains a checkpoint region on which a policy has an effect."""
+def _region(eqn: JaxprEqn, part: str) -> Any | None:
+    """The body of `eqn` if it is a region of the kind `part`; else None.
+
+    A scan that contains another block, or runs over chunks (`in_chunks`), is no region, but there may be regions inside.
+    """
+    if part == CHECKPOINTS:
+        return region_body(eqn)
+    if eqn.primitive.name != "scan" or eqn.params["length"] < 2:
+        return None
+    inside = [inner for body in bodies(eqn) for inner in equations(body)]
+    chunks = (compat.is_chunk_policy(compat.parameters(inner).get("policy")) for inner in inside)
+    return None if any(map(mark_of, inside)) or any(map(compat.is_block, inside)) or any(chunks) else bodies(eqn)[0]
+
+
+def contains_region(eqn: JaxprEqn, part: str = CHECKPOINTS) -> bool:
+    """Whether `eqn` contains a region on which a policy has an effect."""
     inside = (inner for body in differentiated_bodies(eqn) for inner in body.jaxpr.eqns)
-    return any(region_body(inner) is not None or contains_region(inner) for inner in inside)
+    return any(_region(inner, part) is not None or contains_region(inner, part) for inner in inside)
 
 
-def count_regions(jaxpr: ClosedJaxpr) -> int:
-    """How many checkpoint regions `jaxpr` has. A region inside a scan counts once."""
+def count_regions(jaxpr: ClosedJaxpr, part: str = CHECKPOINTS) -> int:
+    """How many regions `jaxpr` has. A checkpoint region inside a scan counts once."""
     total = 0
     for eqn in jaxpr.jaxpr.eqns:
-        if region_body(eqn) is not None:
+        if _region(eqn, part) is not None:
             total += 1
-        elif contains_region(eqn):
-            total += sum(map(count_regions, differentiated_bodies(eqn)))
+        elif contains_region(eqn, part):
+            total += sum(count_regions(body, part) for body in differentiated_bodies(eqn))
     return total
 
 

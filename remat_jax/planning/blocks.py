@@ -15,6 +15,7 @@ import jax
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.effect import with_blocks
+from remat_jax.apply.replan import with_marked_parts
 from remat_jax.core import BlockUnderPolicy, block_under_policy, is_smooth
 from remat_jax.core.flow import all_inputs, flagged, has, inner_flags
 from remat_jax.core.marks import Batch, Block, Mark, mark_of, vmapped
@@ -124,6 +125,7 @@ def _traced(workload: Workload) -> tuple[Any, list[bool]]:
     arguments = (trained, frozen, *workload.batch)
     with scope.applying(checked) as audit:
         jaxpr = jax.make_jaxpr(lambda *args: with_blocks(checked, loss, args, {}))(*arguments)
+        jaxpr = with_marked_parts(jaxpr, frozenset(workload.blocks), audit)
         missing = scope.missed(checked, audit)
     workload.own.note(audit)
     if missing is not None:

@@ -27,6 +27,7 @@ from remat_jax.memory.compile.options import DEFAULT_TIMEOUT
 from remat_jax.mesh import pinned, under
 from remat_jax.planning.program import BlockProgram
 from remat_jax.step import TrainingStep
+from remat_jax.train.parameters import parted_like
 from remat_jax.workload import Workload
 
 
@@ -78,7 +79,7 @@ def residual_shares(workload: Workload, target: Target, *, timeout: float = DEFA
 def _step_with_residuals(workload: Workload) -> tuple[TrainingStep, Callable[..., Any]]:
     """A step on the mesh that returns (residuals, gradients), and a function from the same arguments to residuals."""
     loss, trained, frozen = workload.split_loss("everything")
-    of_trained, of_frozen = workload.parted_shardings(workload.shardings[0])
+    of_trained, of_frozen = parted_like(workload.params, workload.trainable, workload.shardings[0])
 
     def pullback(trained: Any, frozen: Any, *batch: Any) -> tuple[Any, Any]:
         value, pullback, *_ = jax.vjp(lambda p: loss(p, frozen, *batch), trained, has_aux=workload.has_aux)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from remat_jax.core.marks import CHECKPOINTS
+from remat_jax.core.marks import PARTS
 from remat_jax.errors import ArgumentError, PlanningError, RematError
 from remat_jax.memory.compile.backends import LIMIT_OPTIONS
 from remat_jax.memory.compile.options import GRAPHS
@@ -247,7 +247,7 @@ def _leaf(value: Any, name: str) -> tuple[str, tuple[int, ...], str]:
 
 def _key(value: Any, name: str) -> tuple[str, str, str]:
     kind, block, module = (_text(item, "block") for item in _items(value, 3, "block"))
-    if kind not in ("class", "function", "glob", CHECKPOINTS) or not block:
+    if kind not in {"class", "function", "glob", *PARTS} or not block:
         raise _Malformed(f"block={value!r} is neither a class, a function nor a glob")
     return kind, block, module
 

@@ -10,6 +10,7 @@ KINDS = {
     "cut_short": "the timeout ended the search",
     "preferred": "the plan is not the fastest compiled step",
     "no_offload": "why nothing may be offloaded",
+    "blocks": "the blocks were found, not given",
     "replaced": "the policies replace checkpoints of the model's own",
     "options": "how the step has to be compiled",
     "kernels": "memory with other kernels than those compiled",

@@ -33,6 +33,7 @@ from remat_jax.planning.plan import Plan
 from remat_jax.planning.plan_data import Beyond
 from remat_jax.planning.problem import KEEP_ALL, recompute_flops
 from remat_jax.planning.search_problem import Problem, problem
+from remat_jax.planning.steps import takes_steps
 from remat_jax.planning.translate import policies_of
 from remat_jax.planning.without_triton import fitting_without_triton
 from remat_jax.policy import LayerPolicies
@@ -40,6 +41,7 @@ from remat_jax.warning import silenced, warn
 from remat_jax.workload import Workload
 
 
+@takes_steps
 def plan(
     workload: Workload,
     budget: Any,
@@ -61,6 +63,7 @@ def plan(
 
     Args:
       workload: a workload of a loss, or of a finished step (`Workload.from_step`) that takes one gradient through its blocks.
+        Or the step itself and the tuple of its arguments: `plan(train_step, (state, batch), budget="40GiB", target="h200")`.
       budget: memory per device: bytes, a text (`"40GiB"`, `"38 GB"`, `"80%"`), or a share of the target's memory (0.8).
       target: the name of a target (`"h200"`), or a `Target`.
       host_budget: host memory per device in bytes or as a text, including an offloaded optimizer state. None means no limit;
@@ -254,6 +257,8 @@ class _Planner:
             self.findings.append(info("not_shown", f"Not shown: whether the offloaded residuals would fit on the device{why}"))
         if not fields["is_maximal"]:
             self.findings.append(info("not_shown", f"Not shown: that no further residual can be saved in a run of layers{why}"))
+        if self.workload.found is not None:
+            self.findings.append(info("blocks", self.workload.found.text))
         if self.workload.replaced_checkpoints and candidate.checkpoints:
             self.findings.append(info("replaced", replaced_text(self.workload.replaced_checkpoints)))
         if candidate.memory_limit is not None:

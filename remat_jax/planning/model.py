@@ -18,7 +18,7 @@ from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.methods import CALL, defines, loaded_methods, subclasses
 from remat_jax.apply.nnx_state import is_node
-from remat_jax.core.marks import CHECKPOINTS, Block
+from remat_jax.core.marks import PARTS, Block
 from remat_jax.core.rewrite import count_regions
 from remat_jax.core.walk import of_arrays
 from remat_jax.errors import PlanningError, UnsupportedError, inside_a_step
@@ -240,7 +240,7 @@ def block_key(block: Block) -> tuple[str, str, str]:
     (('glob', 'layers_*', ''), ('class', 'Dense'))
     """
     if isinstance(block, str):
-        return CHECKPOINTS if block == CHECKPOINTS else "glob", block, ""
+        return block if block in PARTS else "glob", block, ""
     return "class" if isinstance(block, type) else "function", block.__qualname__, block.__module__
 
 
@@ -262,7 +262,7 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, plan_name: 
             if block_key(block)[:2] == (kind, name):
                 return block
         raise PlanningError(f"{plan_name} puts a policy on {name!r}, which is not a block of {workload.name!r}; plan again")
-    if kind in ("glob", CHECKPOINTS):
+    if kind == "glob" or kind in PARTS:
         return name
     loaded: list[Any] = list(scope.marked) if kind == "function" else subclasses(linen.Module) + subclasses(nnx.Module)
     if kind == "class" and not any(each.__qualname__ == name for each in loaded):

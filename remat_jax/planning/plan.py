@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 from rich.console import Group
 from rich.text import Text
 
+from remat_jax import compat
 from remat_jax.apply.blocks import checkpoint_blocks
 from remat_jax.apply.effect import call_signature
 from remat_jax.apply.own_checkpoints import noting_regions
@@ -82,7 +83,8 @@ class Plan(PlanData):
     def apply(self, fn: Callable[P, R], *, strict: bool = True) -> Callable[P, R]:
         """`fn`, a loss or another function that runs the model, with the plan's policies on the model's blocks.
 
-        `train_step` is the whole step. In a step of your own, pass `compiler_options` to the outermost `jax.jit`:
+        `train_step` is the whole step. If `fn` is under `jax.jit`, `nnx.jit` or `eqx.filter_jit`, so is the result, with the
+        same donated and static arguments and with `compiler_options`. In a step around a loss, pass the options yourself:
 
             loss = plan.apply(loss)
             step = jax.jit(step, compiler_options=plan.compiler_options)
@@ -135,7 +137,7 @@ class Plan(PlanData):
                 passed.add(signature)
             return outputs
 
-        return with_plan
+        return compat.jitted_like(with_plan, fn, self.compiler_options)
 
     def train_step(
         self,

@@ -70,6 +70,15 @@ def split(params: Any, trainable: Any) -> tuple[Any, Any, Callable[[Any, Any], A
     return trained, frozen, join
 
 
+def parted_like(params: Any, trainable: Any, tree: Any) -> tuple[Any, Any]:
+    """The leaves of `tree`, a pytree like `params`, for trained and for frozen parameters, in the form of `split`."""
+    if trainable is None:
+        return tree, {}
+    trained, frozen, _ = split(params, trainable)
+    by_path = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+    return {path: by_path[path] for path in trained}, {path: by_path[path] for path in frozen}
+
+
 def parted(params: Any, trainable: Any) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
     """`split` with trees like `params` in place of the dicts; each tree has None in place of the leaves of the other.
 
@@ -113,3 +122,19 @@ def _is_trainable(trainable: Any, path: str, leaf: Any) -> bool:
             f"trainable={trainable!r}: expected a glob on parameter paths, several of them, or a function of path and leaf"
         )
     return any(fnmatchcase(path, glob) for glob in globs)
+
+
+def check_batch(batch: Any) -> None:
+    """Raise ArgumentError unless `batch` is a tuple."""
+    if not isinstance(batch, tuple):
+        raise ArgumentError(f"batch={type(batch).__name__}: expected a tuple of arguments; write (batch,) for a single one")
+
+
+def check_value(out: Any, has_aux: bool) -> None:
+    """Raise ArgumentError unless `out`, what a loss returns, is a floating-point scalar, or a pair of one and aux."""
+    is_pair = isinstance(out, tuple) and len(out) == 2
+    value: Any = (out[0] if is_pair else None) if has_aux else out
+    if not hasattr(value, "shape") or value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+        shown = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", out)
+        expected = "(scalar, aux)" if has_aux else "a floating-point scalar; with aux, pass has_aux=True"
+        raise ArgumentError(f"loss: it returns {shown}, expected {expected}")

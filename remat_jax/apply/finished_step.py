@@ -1,0 +1,124 @@
+"""A finished training step as a function of arrays, whatever its arguments are: NNX objects, models, static values."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from remat_jax import compat
+from remat_jax.apply.nnx import known_paths_in
+from remat_jax.apply.nnx_state import NodeCopies, Objects, as_pure_function, is_node, nodes_in
+from remat_jax.apply.pytrees import ModelArrays
+from remat_jax.core.walk import of_some
+from remat_jax.errors import ArgumentError
+from remat_jax.warning import warn
+
+Step = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """A step as a function of its arrays.
+
+    Attributes:
+      function: takes `shapes`. It returns what the step returns or, if there are NNX objects among the arguments, the arrays
+        that the step returns and those that it writes to the objects.
+      shapes, arrays: an entry for each argument that is not static: its arrays as shapes, and the given arrays.
+      places: the positions of these arguments in the call of the step.
+    """
+
+    function: Step
+    shapes: tuple[Any, ...]
+    arrays: tuple[Any, ...]
+    places: tuple[int, ...]
+
+
+def of_arrays(step: Step, args: tuple[Any, ...], structs: Callable[[Any], Any]) -> FinishedStep:
+    """`step(*args)` as a function of arrays.
+
+    Arguments that a `jax.jit` or `nnx.jit` around the step declares static are fixed, and so are the leaves of a callable
+    model that are no arrays. The state of an NNX object in several arguments belongs to the first of them.
+
+    Args:
+      structs: replaces the arrays in a pytree by their shapes, and refuses other values.
+    """
+    static = set(compat.jit_of(step).static)
+    places = tuple(place for place in range(len(args)) if place not in static)
+    varied = tuple(args[place] for place in places)
+    of_varied = of_some(step, args, places) if static else step
+    if nodes_in(varied):
+        return FinishedStep(*_of_nnx(of_varied, varied, structs, step), arrays_of(varied), places)
+    model = ModelArrays(varied)
+    return FinishedStep(model.of_all(of_varied), structs(model.arrays), model.arrays, places)
+
+
+def donated(step: Step, given: int | Sequence[int] | None, count: int) -> tuple[int, ...]:
+    """The positions of the donated arguments among `count`: those `given`, by default those that a `jit` around `step` has.
+
+    Raises:
+      ArgumentError: `given` is no position, or not positions.
+    """
+    if given is None:
+        return compat.jit_of(step, count).donated
+    places = (given,) if isinstance(given, int) else tuple(given)
+    if not all(isinstance(place, int) and 0 <= place < count for place in places):
+        raise ArgumentError(f"donate_argnums={given!r}: expected positions among the {count} arguments of step")
+    return places
+
+
+def _of_nnx(step: Step, args: tuple[Any, ...], structs: Callable[[Any], Any], own: Step) -> tuple[Step, tuple[Any, ...]]:
+    flat, treedef = jax.tree.flatten(args, is_leaf=is_node)
+    objects = Objects([leaf for leaf in flat if is_node(leaf)])
+    nodes = iter(NodeCopies(objects, structs(objects.leaves)).nodes)
+    abstract = jax.tree.unflatten(treedef, [next(nodes) if is_node(leaf) else structs(leaf) for leaf in flat])
+    pure, *_ = as_pure_function(_in_paths(step), abstract, {})
+    if compat.is_jax_jit(own):
+        _warn_of_lost_writes(own, abstract)
+
+    def of_parts(*parts: Any) -> list[Any]:
+        arguments = [leaf for _, leaves in parts for leaf in leaves]
+        arrays, _ = pure([leaf for leaves, _ in parts for leaf in leaves], *arguments)
+        return list(arrays)
+
+    return of_parts, arrays_of(abstract)
+
+
+def arrays_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """For each argument, the arrays of its NNX objects, and its other arrays."""
+    leaves = Objects(nodes_in(args)).leaves
+    ends = [len(Objects(nodes_in(args[: place + 1])).leaves) for place in range(len(args))]
+    return tuple(
+        (leaves[start:end], [None if is_node(leaf) else leaf for leaf in jax.tree.leaves(arg, is_leaf=is_node)])
+        for start, end, arg in zip([0, *ends], ends, args, strict=False)
+    )
+
+
+def _in_paths(step: Step) -> Step:
+    def run(*args: Any) -> Any:
+        with known_paths_in(args):
+            return step(*args)
+
+    return run
+
+
+def _warn_of_lost_writes(step: Step, args: tuple[Any, ...]) -> None:
+    """Warn if `step`, under `jax.jit`, writes to NNX objects what it does not return: JAX drops it."""
+    returned: set[int] = set()
+
+    def inner(*args: Any) -> Any:
+        outputs = inspect.unwrap(step)(*args)
+        returned.update(map(id, jax.tree.leaves(outputs)))
+        return outputs
+
+    pure, state, arguments, _ = as_pure_function(inner, args, {})
+    lost: list[int] = []
+    jax.eval_shape(lambda *given: lost.append(sum(id(out) not in returned for out in pure(*given)[0])), state, *arguments)
+    if lost[-1]:
+        warn(
+            f"step: it is under jax.jit, which drops what the step writes to its NNX arguments and does not return: {lost[-1]} "
+            "arrays. XLA then removes what computes them, perhaps the whole gradient. Use nnx.jit, or return nnx.state(model)."
+        )
