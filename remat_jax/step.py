@@ -43,3 +43,11 @@ class TrainingStep:
         if self.mesh is None:
             return self.arguments
         return jax.tree.map(local_struct, self.arguments, self.shardings)
+
+    def local_like(self, tree: Any) -> Any:
+        """One device's shards of the arrays of `tree`, each partitioned as the first argument of its shape and dtype."""
+        pairs = zip(*map(jax.tree.leaves, (self.arguments, self.local_arguments)), strict=True)
+        local: dict[Any, Any] = {}
+        for whole, part in pairs:
+            local.setdefault((whole.shape, whole.dtype), part)
+        return jax.tree.map(lambda leaf: local.get((leaf.shape, leaf.dtype), leaf), tree)

@@ -1,34 +1,68 @@
-"""Finished training steps as people write them: policies by layer, residuals and plans without their loss."""
+"""Finished training steps as people write them: blocks found, policies by layer, residuals and plans without their loss."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import pkgutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 
+import examples.steps
 import remat_jax as rj
+from examples.steps import fsdp, gan, nnx_optimizer
+from examples.steps.network import LAYERS, WIDTH, Layer, Net, parameters, rows
+from remat_jax.cli.workloads import load_workload
 from remat_jax.compat import differentiation
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import BlockError, PlanningError, UnsupportedError
 from remat_jax.planning import blocks
 from remat_jax.planning.model import Model
-from tests.step_kinds import KINDS, LAYERS, WIDTH, Layer, Net, X, linen, tutorial
 
+KINDS = sorted(module.name for module in pkgutil.iter_modules(examples.steps.__path__) if module.name != "network")
 BY_LAYER = f"2 x full | 1 x save: *:sin#0 | {LAYERS - 3} x off"
 EACH = pytest.mark.parametrize("kind", KINDS)
+X = np.asarray(rows())
+
+
+def taken(kind: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """An example's step and its arguments."""
+    module = importlib.import_module(f"examples.steps.{kind}")
+    return module.train_step, module.example_args()
+
+
+def in_float64(args: Any) -> Any:
+    """The arguments with float64 in place of float32, in NNX objects too."""
+
+    def wide(leaf: Any) -> Any:
+        return leaf.astype(jnp.float64) if getattr(leaf, "dtype", None) == jnp.float32 else leaf
+
+    for arg in args:
+        if isinstance(arg, nnx.Module):
+            nnx.update(arg, jax.tree.map(wide, nnx.state(arg)))
+    return jax.tree.map(wide, args, is_leaf=lambda leaf: isinstance(leaf, nnx.Module))
 
 
 def results(step: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
     """All arrays after the step: its results, and what it wrote to NNX objects among its arguments."""
     # The step may donate its arguments, and writes to objects.
-    objects = [nnx.clone(arg) if isinstance(arg, nnx.Module) else jax.tree.map(jnp.copy, arg) for arg in args]
+    objects = [
+        nnx.clone(arg)
+        if isinstance(arg, nnx.Module)
+        else jax.tree.map(lambda leaf: jnp.copy(leaf) if hasattr(leaf, "dtype") else leaf, arg)
+        for arg in args
+    ]
     out = step(*objects)
     written = [nnx.state(each) for each in objects if isinstance(each, nnx.Module)]
     return [
@@ -39,31 +73,84 @@ def results(step: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
 
 
 @EACH
-@pytest.mark.parametrize("policy", ["full", BY_LAYER])
-def test_a_step_computes_the_same_under_policies(kind: str, policy: str) -> None:
-    step, args, block = KINDS[kind]()
-    plain, policed = results(step, args), results(rj.checkpoint_blocks(step, {block: policy}), args)
-    assert len(plain) == len(policed) > 1
-    for one, other in zip(plain, policed, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
+def test_a_step_without_a_word_of_ours_has_its_blocks_found(kind: str) -> None:
+    path = Path(examples.steps.__path__[0]) / f"{kind}.py"
+    assert "remat" not in path.read_text(encoding="utf-8")
+    job = load_workload(f"{path}:train_step")
+    assert [getattr(block, "__name__", block) for block in job.blocks] == ["scans" if kind == "plain_scan" else "Layer"]
+    assert job.found is not None and sum(each.calls for each in job.found.taken) == LAYERS * (2 if kind == "gan" else 1)
+    assert f"Blocks found: {job.found.taken[0].name} ({job.found.taken[0].calls} calls)" in job.found.text
+
+
+@EACH
+def test_a_step_computes_the_same_under_policies(kind: str) -> None:
+    with jax.enable_x64(True):
+        step, args = taken(kind)
+        args = args if kind == "multi_steps" else in_float64(args)  # its counts of steps choose between dtypes
+        job, tolerance = rj.Workload.from_step(step, *args), 2e-6 if kind == "multi_steps" else 1e-12
+        plain = results(step, args)
+        of_gan = f"{LAYERS} x off | {BY_LAYER}" if kind == "gan" else BY_LAYER
+        for policy in ("full", of_gan):
+            policed = results(rj.checkpoint_blocks(step, dict.fromkeys(job.blocks, policy)), args)
+            assert len(plain) == len(policed) > 1
+            for one, other in zip(plain, policed, strict=True):
+                np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
 
 
 @EACH
 def test_the_residuals_of_a_step_are_those_of_its_loss(kind: str) -> None:
     """Under `full` each layer keeps its input alone. By layer, the third keeps its sine too and the fourth everything."""
-    step, args, block = KINDS[kind]()
-    job = rj.Workload.from_step(step, *args, blocks=block)
-    rows = {policy: rj.residuals(job, policy).rows for policy in ("full", BY_LAYER)}
+    step, args = taken(kind)
+    job = rj.Workload.from_step(step, *args)
+    by_layer = f"{LAYERS} x off | {BY_LAYER}" if kind == "gan" else BY_LAYER
+    rows = {policy: rj.residuals(job, policy).rows for policy in ("full", by_layer)}
     kept = {policy: [row.name for row in rows[policy] if row.action == "save"] for policy in rows}
     assert not any(name.endswith("sin#0") for name in kept["full"])
-    assert sum(name.endswith("sin#0") for name in kept[BY_LAYER]) in (1, 2)
-    assert job.gradients == (4 if "accumulating" in kind else 1)
+    assert sum(name.endswith("sin#0") for name in kept[by_layer]) in (1, 2)
+    assert job.gradients == (4 if kind == "accumulation" else 1)
     assert job.inner_loss(None).outputs == 1, "aux is no part of the loss"
-    assert len(blocks.calls(job)) in (1, LAYERS) and sum(call.rounds for call in blocks.calls(job)) == LAYERS
+    assert sum(call.rounds for call in blocks.calls(job)) == LAYERS * (2 if kind == "gan" else 1)
+
+
+def test_the_other_step_of_a_gan() -> None:
+    job = rj.Workload.from_step(gan.generator_step, *gan.generator_args())
+    assert job.blocks == (Layer,) and sum(call.rounds for call in blocks.calls(job)) == 2 * LAYERS
+
+
+def test_what_a_steps_own_jit_donates_is_measured_as_donated() -> None:
+    params = parameters(Net())
+
+    def step(params: Any, x: jax.Array, power: int) -> Any:
+        grads = jax.grad(lambda params: (Net().apply({"params": params}, x) ** power).mean())(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    plain, donating = (jax.jit(step, static_argnums=2, donate_argnums=places) for places in ((), 0))
+    of_equinox = eqx.filter_jit(lambda params, x: step(params, x, 2), donate="all")
+    jobs = [rj.Workload.from_step(each, params, X, 2) for each in (plain, donating)]
+    jobs.append(rj.Workload.from_step(of_equinox, params, X))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert [rj.measure(job, "full", "cpu").alias_bytes for job in jobs] == [0, size, size]
+    args = (params, X, 2)
+    for one, other in zip(results(plain, args), results(rj.checkpoint_blocks(donating, {Layer: BY_LAYER}), args), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["accumulation", "nnx_optimizer", "equinox_filter_jit"])
+def test_a_plan_gives_the_step_back_under_its_own_jit(kind: str) -> None:
+    step, args = taken(kind)
+    plan = rj.plan(step, args, budget="1GiB", target="cpu")
+    planned = plan.apply(step)
+    assert type(planned) is type(step) and type(planned).__name__ != "function"
+    assert "Blocks found: Layer (4 calls)" in " ".join(plan.notes)
+    for one, other in zip(results(step, args), results(planned, args), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
+    with pytest.raises(Exception, match="no_such_option"):
+        results(dataclasses.replace(plan, compiler_options={"no_such_option": "1"}).apply(step), args)
 
 
 def test_a_plan_of_a_step_is_the_plan_of_its_loss() -> None:
-    model, state = linen(scanned=False)
+    model = Net()
+    state = TrainState.create(apply_fn=model.apply, params=parameters(model), tx=optax.adam(1e-2))
     x = jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)
 
     def train_step(state: TrainState, x: jax.Array) -> Any:
@@ -115,7 +202,7 @@ def forward(params: Any, x: jax.Array) -> Any:
     ],
 )
 def test_a_step_without_one_gradient_is_refused(step: Any, block: Any, error: Any, message: str) -> None:
-    job = rj.Workload.from_step(step, linen()[1].params, X, blocks=block)
+    job = rj.Workload.from_step(step, parameters(Net()), X, blocks=block)
     for use in (lambda: rj.residuals(job, "full"), lambda: rj.plan(job, "1GiB", "cpu")):
         with pytest.raises(error, match=message):
             use()
@@ -123,7 +210,7 @@ def test_a_step_without_one_gradient_is_refused(step: Any, block: Any, error: An
 
 def test_a_step_with_two_gradients_is_measured_and_takes_policies_by_layer() -> None:
     """Each gradient counts its layers anew."""
-    job = rj.Workload.from_step(twice, linen()[1].params, X, blocks=Layer)
+    job = rj.Workload.from_step(twice, parameters(Net()), X, blocks=Layer)
     assert rj.measure(job, BY_LAYER, "cpu").residual_device_bytes is None
     with pytest.raises(BlockError, match="has policies for 8 layers, but the block is called 4 times"):
         rj.measure(job, "8 x full", "cpu")
@@ -132,8 +219,8 @@ def test_a_step_with_two_gradients_is_measured_and_takes_policies_by_layer() -> 
 def test_jax_differentiates_as_before_afterwards() -> None:
     """Its functions are replaced only while a step is traced."""
     before = {name: getattr(differentiation._ad, name) for name in differentiation._ENTRIES}
-    step, args, block = tutorial(False)
-    rj.checkpoint_blocks(step, {block: BY_LAYER})(*args)
+    step, args = taken("flax_tutorial")
+    rj.checkpoint_blocks(step, {Layer: BY_LAYER})(*args)
     assert {name: getattr(differentiation._ad, name) for name in before} == before
 
 
@@ -186,7 +273,7 @@ def writing(params: Any, x: jax.Array) -> Any:
     ],
 )
 def test_a_gradient_of_parts_takes_policies_but_is_not_listed(step: Any, where: str) -> None:
-    params = linen()[1].params
+    params = parameters(Net())
     by_layer = rj.checkpoint_blocks(step, {Layer: BY_LAYER})
     for one, other in zip(results(step, (params, X)), results(by_layer, (params, X)), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
@@ -200,7 +287,7 @@ def test_unrolled_micro_batches_count() -> None:
     def step(params: Any, x: jax.Array) -> Any:
         return [jax.grad(of_squares)(params, rows) for rows in x.reshape(4, 2, WIDTH)]
 
-    assert rj.Workload.from_step(step, linen()[1].params, X, blocks=Layer).gradients == 4
+    assert rj.Workload.from_step(step, parameters(Net()), X, blocks=Layer).gradients == 4
 
 
 def test_blocks_outside_of_a_gradient_that_jax_has_traced_before() -> None:
@@ -211,7 +298,7 @@ def test_blocks_outside_of_a_gradient_that_jax_has_traced_before() -> None:
         new = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(of_squares)(params, x))
         return new, of_squares(new, x), of_squares(new, 2 * x)
 
-    params = linen()[1].params
+    params = parameters(Net())
     policed = rj.checkpoint_blocks(step, {Layer: BY_LAYER})
     once, *more = (results(policed, (params, X)) for _ in range(3))
     assert all(bool((one == other).all()) for again in more for one, other in zip(once, again, strict=True))
@@ -221,21 +308,34 @@ def test_blocks_outside_of_a_gradient_that_jax_has_traced_before() -> None:
 
 
 def test_a_step_under_two_policies() -> None:
-    step, args, block = tutorial(False)
-    both = rj.checkpoint_blocks(rj.checkpoint_blocks(step, {nn.Dense: "full"}), {block: BY_LAYER})
+    step, args = taken("flax_tutorial")
+    both = rj.checkpoint_blocks(rj.checkpoint_blocks(step, {nn.Dense: "full"}), {Layer: BY_LAYER})
     for one, other in zip(results(step, args), results(both, args), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
 
 
-def test_a_plan_on_a_mesh_needs_the_loss() -> None:
-    places = {"mesh": {"data": 2}, "shardings": (None, jax.sharding.PartitionSpec("data"))}
-    job = rj.Workload.from_step(jax.grad(of_squares), linen()[1].params, X, blocks=Layer, **places)
-    with pytest.raises(UnsupportedError, match="a plan on a mesh: workload='of_squares' is a finished step"):
-        rj.plan(job, "1GiB", "2xh200")
+def test_a_plan_of_a_step_on_a_mesh_is_the_plan_of_its_loss() -> None:
+    spec = jax.sharding.PartitionSpec
+    x, params = jax.ShapeDtypeStruct((8192, WIDTH), jnp.float32), parameters(fsdp.model)
+    state = jax.eval_shape(fsdp.tx.init, params)
+    places = (lambda _, leaf: spec("fsdp") if len(leaf.shape) == 3 else spec(),) * 2
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return (fsdp.model.apply({"params": params}, x) ** 2).mean()
+
+    mesh = {"fsdp": 2}
+    finished = rj.Workload.from_step(
+        fsdp.train_step, params, state, x, donate_argnums=(0, 1), mesh=mesh, shardings=(*places, spec("fsdp"))
+    )
+    of_loss = rj.Workload(loss, params, (x,), optimizer=fsdp.tx, mesh=mesh, shardings=(places[0], spec("fsdp")))
+    assert finished.blocks == of_loss.blocks == (Layer,)
+    made, expected = (rj.plan(job, "4MB", "2xcpu") for job in (finished, of_loss))
+    assert not made.is_off and dict(made.policies) == dict(expected.policies)
+    assert made.device_bytes == expected.device_bytes
 
 
 def test_a_plan_names_the_arrays_of_an_nnx_step_by_their_arguments() -> None:
-    step, args, block = KINDS["nnx"]()
-    model = Model.of(rj.Workload.from_step(step, *args, blocks=block))
+    args = nnx_optimizer.example_args()
+    model = Model.of(rj.Workload.from_step(nnx_optimizer.train_step, *args))
     with pytest.raises(PlanningError, match=r"planned for x float32\[8, 6\], called with float32\[4, 6\]"):
-        model.check_call(step, (*args[:-1], X[:4]), {}, "the plan")
+        model.check_call(nnx_optimizer.train_step, (*args[:-1], X[:4]), {}, "the plan")

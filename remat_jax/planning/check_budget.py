@@ -124,7 +124,7 @@ def held_by(workload: Workload, sizes: Sizes) -> dict[str, int]:
     # Both the trained and the frozen parameters.
     step = workload.step("off")
     parameters = [value for name, value in zip(step.labels, step.local_arguments, strict=True) if "parameters" in name]
-    parameters += [] if workload.has_loss else [workload.parameters]
+    parameters += [] if workload.has_loss else [step.local_like(workload.parameters)]
     shapes = {_xla_shape(leaf) for leaf in jax.tree.leaves(parameters) if _sized(leaf)}
     paths = dict.fromkeys(buffer.module for buffer in sizes.live)
     short = dict(zip(paths, without_common_root(merged_layers(paths)), strict=True))

@@ -55,9 +55,12 @@ class Shares:
 def residual_shares(workload: Workload, target: Target, *, timeout: float = DEFAULT_TIMEOUT) -> Shares:
     """The share of each residual on one device of the workload's mesh; compiles one step for `target`.
 
-    If the compiler refuses this step because it does not fit, as on a TPU, equal parts on all devices are assumed.
+    Equal parts on all devices are assumed if the compiler refuses this step because it does not fit, as on a TPU, and for a
+    finished step, whose loss takes arrays of unknown shardings.
     """
     check_devices(workload, target)
+    if not workload.has_loss:
+        return Shares({}, 1 / target.devices)
     step, function = _step_with_residuals(workload)
     jaxpr = jax.make_jaxpr(function)(*step.arguments).jaxpr
     shapes = result_shapes(export_step("everything, its residuals as results", step, target), target, timeout=timeout)

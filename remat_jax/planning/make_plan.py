@@ -147,8 +147,6 @@ def _silent(activity: str, done: int, of: int) -> None:
 def _check(workload: Any, timeout: Any, target: Target) -> None:
     if not isinstance(workload, Workload):
         raise ArgumentError(f"workload={workload!r}: expected a remat_jax.Workload")
-    if workload.mesh is not None:
-        workload.require_loss("a plan on a mesh")
     check_timeout(timeout)
     check_devices(workload, target)
 

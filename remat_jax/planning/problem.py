@@ -218,7 +218,8 @@ def _fixed_bytes(workload: Workload, step: TrainingStep, kinds: Sequence[Kind], 
     taken = device_bytes if backend_of(target).separate_host_memory else compat.tree_bytes
     # The trained parameters count twice, because the gradients have the same size; the sums of gradients over micro-batches are
     # a tree of their own. In a step that is made from a loss they are the first argument.
-    trained = [step.local_arguments[0] if workload.has_loss else workload.parameters] * (1 if workload.gradients == 1 else 2)
+    own = step.local_arguments[0] if workload.has_loss else step.local_like(workload.parameters)
+    trained = [own] * (1 if workload.gradients == 1 else 2)
     return float(taken((step.local_arguments, trained)) + max(0, kept - inside))
 
 
