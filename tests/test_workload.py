@@ -199,7 +199,7 @@ def test_an_nnx_model_with_rng_state_and_statistics(abstract):
     model = nnx.eval_shape(make) if abstract else make()
     before = None if abstract else int(model.layers[0].dropout.rngs.count[...])
     job = rj.Workload.from_nnx(model, nnx_loss, (X,), optimizer=optax.adam(0.1), trainable="*/up/*")
-    assert job.blocks == (NnxBlock,)  # the items of a list
+    assert job.blocks == (NnxBlock,)
     params, state, _ = outputs(job)
     assert (size(params), size(state)) == (2 * 40, 2 * 2 * 40 + 1)
     names = {row.name for row in rj.residuals(job, "dots_with_no_batch_dims") if row.action == "save"}
@@ -218,7 +218,6 @@ def test_wrong_arguments_are_named():
         ({"batch": ("text",)}, r"batch holds 'text' of type str: expected arrays or jax.ShapeDtypeStruct"),
         ({"params": {"w": object}}, r"params holds <class 'object'>"),
         ({"params": {**PARAMS, "step": jnp.int32(1)}}, r"params: 'step' is int32 and has no gradient"),
-        ({"blocks": None}, r"blocks=None: expected a class whose instances are called"),
         ({"blocks": dict}, r"blocks=<class 'dict'>: this class has no __call__"),
         ({"blocks": ()}, r"blocks=\(\): expected at least one"),
         ({"blocks": (Block, "")}, r"blocks='': expected a class whose instances are called"),
@@ -236,8 +235,8 @@ def test_wrong_arguments_are_named():
         rj.Workload.from_step(3, blocks=Block)
     with pytest.raises(ArgumentError, match="model=.*expected an NNX module"):
         rj.Workload.from_nnx(MODEL, nnx_loss, (X,), Block)
-    with pytest.raises(ArgumentError, match="blocks=None: expected"):
-        rj.Workload.from_nnx(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx_loss, (X,))
+    with pytest.raises(BlockError, match="blocks=None: no module, checkpoint or scan in 'nnx_loss' with much"):
+        rj.residuals(rj.Workload.from_nnx(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx_loss, (X,)), "full")
     with pytest.raises(BlockError, match="block=BatchNorm: this class was never called"):
         rj.residuals(rj.Workload(loss, PARAMS, (X,), nn.BatchNorm), "full")
     assert issubclass(ArgumentError, RematError)

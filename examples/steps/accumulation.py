@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
 
-from examples.steps.network import WIDTH, Net, parameters, rows
+from .network import WIDTH, Net, parameters, rows
 
 model = Net(scanned=True)
 

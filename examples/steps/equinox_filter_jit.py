@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from examples.steps.network import LAYERS, WIDTH, rows
+from .network import LAYERS, WIDTH, rows
 
 
 class Layer(eqx.Module):

@@ -8,7 +8,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from examples.steps.network import Net, parameters, rows
+from .network import Net, parameters, rows
 
 model, tx = Net(scanned=True), optax.adam(1e-2)
 

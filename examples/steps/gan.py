@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from examples.steps.network import Net, parameters, rows
+from .network import Net, parameters, rows
 
 generator, critic = Net(), Net()
 

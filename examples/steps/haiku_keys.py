@@ -8,7 +8,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from examples.steps.network import LAYERS, WIDTH, rows
+from .network import LAYERS, WIDTH, rows
 
 
 class Layer(hk.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import optax
 
-from examples.steps.network import Net, parameters, rows
+from .network import Net, parameters, rows
 
 model = Net()
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
 
-from examples.steps.network import Net, parameters, rows
+from .network import Net, parameters, rows
 
 model = Net()
 

@@ -8,7 +8,7 @@ import jax
 import optax
 from flax.training.train_state import TrainState
 
-from examples.steps.network import Net, parameters, rows
+from .network import Net, parameters, rows
 
 model = Net(scanned=True)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from examples.steps.network import LAYERS, WIDTH, rows
+from .network import LAYERS, WIDTH, rows
 
 
 class Layer(nnx.Module):

@@ -8,8 +8,8 @@ import jax
 import optax
 from flax import nnx
 
-from examples.steps.network import rows
-from examples.steps.nnx_optimizer import Net
+from .network import rows
+from .nnx_optimizer import Net
 
 PART = nnx.All(nnx.Param, nnx.PathContains("down"))
 

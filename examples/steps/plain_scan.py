@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from examples.steps.network import LAYERS, WIDTH, rows
+from .network import LAYERS, WIDTH, rows
 
 
 def layer(x: jax.Array, params: Any) -> Any:

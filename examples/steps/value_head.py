@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from examples.steps.network import ROWS, WIDTH, Net, parameters, rows
+from .network import ROWS, WIDTH, Net, parameters, rows
 
 model = Net()
 

@@ -20,14 +20,14 @@ from remat_jax.core.shared import note_fixed
 from remat_jax.core.walk import bodies, differentiated_bodies, equations, interpret, is_differentiated, rebind, retrace
 from remat_jax.errors import UnsupportedError
 
-# Primitives that return a view of an array. A view of a parameter counts as a parameter.
-_VIEWS = frozenset(
+VIEWS = frozenset(
     {"broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "reshape", "rev", "slice", "squeeze", "transpose"}
 )
+"""Primitives that return a view of an array. A view of a parameter counts as a parameter."""
 
 
 def _is_view(eqn: JaxprEqn, flags: list[bool]) -> bool:
-    return eqn.primitive.name in _VIEWS and all(flags)
+    return eqn.primitive.name in VIEWS and all(flags)
 
 
 RunRegion = Callable[[Any, str, list[bool], list[Any], bool], list[Any]]
