@@ -89,6 +89,7 @@ def test_help_lists_the_commands_that_work_and_no_other():
     assert result.exit_code == 0
     assert [info.callback.__name__ for info in app.registered_commands] == [
         "batch",
+        "blocks",
         "calibrate",
         "demo",
         "doctor",
@@ -201,7 +202,7 @@ def test_measure_draws_what_is_on_the_device_by_module(folder, tmp_path):
         (["no.such.module:job"], "there is no module 'no.such.module'"),
         (["a b:job"], "neither a .py file nor a module's name"),
         (["train.py:jop"], "has no 'jop'. Did you mean 'job'? It has job, needs, wrong, broken, ready"),
-        (["train.py:needs"], "needs the arguments width: expected a function without arguments"),
+        (["train.py:needs"], "needs the arguments width. A function without arguments that returns a remat_jax.Workload needs none"),
         (["train.py:wrong"], "gave a int: expected a remat_jax.Workload"),
         (["train.py:number"], "is a int: expected a remat_jax.Workload, or a function that returns one"),
         (["train.py:broken"], "running it raised KeyError: 'missing', at "),
