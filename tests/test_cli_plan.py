@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
@@ -9,6 +10,8 @@ from typer.testing import CliRunner
 
 import remat_jax as rj
 from remat_jax.cli.app import app
+from remat_jax.planning.compile_candidates import Compiler
+from tests.plan_models import job
 
 JOB = """
 from __future__ import annotations
@@ -81,6 +84,59 @@ def test_the_file_of_a_plan_is_a_policy(file, tmp_path):
         assert wrong.exit_code == 2 and "Traceback" not in wrong.stderr and "another" in wrong.stderr, wrong.stderr
 
 
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Ctrl-C while the second pair of steps is compiled."""
+    calls, compiled = [], Compiler.compile
+
+    def compile(self, candidates, best):
+        calls.append(candidates)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return compiled(self, candidates, best)
+
+    monkeypatch.setattr(Compiler, "compile", compile)
+
+
+def test_an_interrupt_shows_and_saves_the_best_so_far(file, tmp_path, interrupted):
+    done = run(f"{file}:job", "-b", "6 MiB", "--target", "cpu", "--save", tmp_path / "plan.json")
+    saved = rj.Plan.load(tmp_path / "plan.json")
+    assert done.exit_code == 130 and saved.cut_short and 0 < saved.device_bytes <= 6 * 2**20 and len(saved.tried) == 2
+    text = " ".join(done.stdout.split())
+    assert f"within 6.0 MiB: {rj.report.format_bytes(saved.device_bytes)} compiled" in text and "Saved: " in text
+    assert "The search was interrupted; a longer search may find a faster plan" in text and "timeout" not in text
+
+
+def test_an_interrupt_says_how_to_save(file, interrupted):
+    done = run(f"{file}:job", "-b", "6 MiB", "--target", "cpu")
+    assert done.exit_code == 130
+    assert "Nothing was saved. With --save FILE, Ctrl-C saves the best plan so far." in done.stdout
+
+
+def test_an_interrupted_call_has_the_best_so_far(interrupted, tmp_path):
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        rj.plan(job(scanned=True), "6 MiB", "cpu")
+    best = stopped.value.plan
+    (note,) = stopped.value.__notes__
+    assert f"per step, {rj.report.format_bytes(best.device_bytes)} on the device. To save it: except Keyboard" in note
+    assert best.save(tmp_path / "plan.json").is_file() and "error.plan.save(" in note
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_call_from_python_shows_progress_only_in_a_terminal(monkeypatch):
+    for stream, shows in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr("sys.stderr", stream)
+        rj.plan(job(scanned=True), "20 MiB", "cpu")
+        assert ("compiling " in stream.getvalue()) is shows
+    monkeypatch.setattr("sys.stderr", stream := Terminal())
+    rj.plan(job(scanned=True), "20 MiB", "cpu", progress=lambda *_: None)
+    assert stream.getvalue() == ""
+
+
 def test_what_does_not_fit_exits_3_and_says_the_least(file):
     done = run(f"{file}:job", "--budget", "3 MiB", "--target", "cpu", "--json")
     assert done.exit_code == 3
@@ -98,6 +154,7 @@ def test_what_does_not_fit_exits_3_and_says_the_least(file):
         (["--budget", "9 MiB", "--target", "cpu", "--host-budget", "50%"], "host_budget='50%'"),
         (["--budget", "9 MiB", "--target", "cpu", "--plot", "plan.gif"], "expected a name that ends in .svg"),
         (["--budget", "9 MiB", "--target", "cpu", "--html", "none/plan.html"], "there is no folder"),
+        (["--budget", "9 MiB", "--target", "cpu", "--save", "."], "save='.' is a folder: give a file, such as 'save.json'"),
         (["--budget", "9 MiB"], "--target"),
         (["--target", "cpu"], "--budget"),
     ],

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import replace
 
 import pytest
 
 import remat_jax as rj
-from remat_jax import errors
+from remat_jax import compat, errors
 from remat_jax.cli import report as command
 from remat_jax.diagnosis.findings import Finding
+from remat_jax.hardware import target
 from remat_jax.memory.report import Receipt
 from remat_jax.overview import compared, page
 from remat_jax.overview.save import gather
@@ -129,3 +131,36 @@ def test_a_missing_section_is_noted():
     shown = gather(forward, ["full"], "cpu")
     assert page.modules(shown.policies) == ""
     assert any(note.startswith("No memory by module: ") for note in page.notes(shown))
+
+
+@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+def test_the_search_for_traps_ends_with_the_timeout(monkeypatch):
+    """The clock stands past the timeout when the policies are compiled."""
+    passed, clock, measured = [], time.monotonic, compared.measure_many
+
+    def slow(*arguments):
+        reports = measured(*arguments)
+        passed.append(1000)
+        return reports
+
+    monkeypatch.setattr(compared.time, "monotonic", lambda: clock() + sum(passed))
+    monkeypatch.setattr(compared, "measure_many", slow)
+    monkeypatch.setattr(compared, "diagnose", lambda *_, **__: pytest.fail("traps were looked for"))
+    late = gather(JOB, ["off", "full"], "h200", timeout=300)
+    assert [policy.diagnosis for policy in late.policies] == [None, None]
+    assert "The search for traps under off, full was not finished: the timeout was over; a longer one finishes it" in late.notes
+    assert page.summary(late)[-1] == "Known traps: none found under any policy; the search was not finished."
+    assert "No known trap was found" not in page.page(late)
+    assert [policy["findings"] for policy in late.to_dict()["policies"]] == [None, None]
+
+
+def test_a_search_for_traps_that_a_compilation_ends_keeps_what_it_found(monkeypatch):
+    def stopped(*_):
+        yield Finding("frees_nothing", "b", "", "p", "r")
+        raise errors.CompileError("timeout=1 s")
+
+    module = sys.modules["remat_jax.diagnosis.doctor"]
+    monkeypatch.setattr(module, "compiled_traps", stopped)
+    report, h200 = rj.measure(JOB, "full", "cpu"), target("h200")
+    diagnosis = module.diagnose(JOB, "full", h200, 300, report=report, ends=0.0)
+    assert diagnosis.cut_short and [finding.trap for finding in diagnosis.findings] == ["frees_nothing"]

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from remat_jax.diagnosis import doctor
-from remat_jax.diagnosis.findings import Diagnosis
+from remat_jax.diagnosis.doctor import diagnose
+from remat_jax.diagnosis.findings import Diagnosis, Finding
 from remat_jax.errors import BlockError, CompileError, PlanningError, PolicyError, RematError, TargetError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory import MemoryReport, residuals
@@ -33,6 +33,7 @@ USUAL = ("off", "full", "dots", "dots_with_no_batch_dims", "offload_inputs", "of
 """The policies compared by default. Policies that offload are left out for a CPU, which has a single memory."""
 
 THE_PLAN = "the plan"
+MISCOMPILED = "openxla/xla#46231"
 _BYTES = ("device_bytes", "temp_bytes", "host_bytes", "residual_device_bytes", "residual_host_bytes", "measured_peak_bytes")
 
 
@@ -45,6 +46,7 @@ class Compared:
       kept: the residuals with their actions; None if they cannot be read.
       seconds, extra_seconds: the estimated time of a step, and its excess over saving everything; None if unknown.
       recompute_flops: the recomputed FLOPs of a step; None if unknown.
+      diagnosis: the traps; None if no time was left to look for them.
     """
 
     name: str
@@ -53,12 +55,24 @@ class Compared:
     seconds: float | None
     extra_seconds: float | None
     recompute_flops: int | None
-    diagnosis: Diagnosis
+    diagnosis: Diagnosis | None
+
+    @property
+    def traps(self) -> tuple[Finding, ...]:
+        """The traps that were found."""
+        return () if self.diagnosis is None else self.diagnosis.findings
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether the search for traps was finished."""
+        return self.diagnosis is not None and not self.diagnosis.cut_short
 
     @property
     def is_sound(self) -> bool:
         """False if the compiler is known to miscompile the policy."""
-        return all(finding.trap != "miscompiled_offload" for finding in self.diagnosis.findings)
+        warnings = self.memory.receipt.warnings if self.memory.receipt else ()
+        is_miscompiled = any(MISCOMPILED in warning for warning in warnings)
+        return not is_miscompiled and all(finding.trap != "miscompiled_offload" for finding in self.traps)
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain data for JSON."""
@@ -69,7 +83,7 @@ class Compared:
             "seconds": self.seconds,
             "extra_seconds": self.extra_seconds,
             "recompute_flops": self.recompute_flops,
-            "findings": [asdict(finding) for finding in self.diagnosis.findings],
+            "findings": [asdict(finding) for finding in self.traps] if self.diagnosis is not None else None,
         }
 
 
@@ -142,6 +156,7 @@ class Gathered:
 def compare(gathered: Gathered, policies: Sequence[Any] | None, timeout: float, tell: Progress) -> None:
     """Compare the policies and the plan; `policies=None` means the default policies that have an effect here."""
     workload, target, plan, ends = gathered.workload, gathered.target, gathered.plan, time.monotonic() + timeout
+    modelled = target if backend_of(target).models_time else None
     if policies is None:
         asked = [_Asked(policy, required=False) for policy in _usual(gathered, tell)]
     else:
@@ -158,12 +173,17 @@ def compare(gathered: Gathered, policies: Sequence[Any] | None, timeout: float, 
     for number, (entry, memory) in enumerate(reports):
         name = THE_PLAN if entry.plan else numbered(memory.policy, [policy.name for policy in gathered.policies])
         tell(f"looking for traps under {name}", number, len(reports))
-        diagnosis = doctor(workload, entry.policy, target if backend_of(target).models_time else None, timeout)
-        kept = None
+        diagnosis = kept = None
+        if time.monotonic() < ends:
+            diagnosis = diagnose(workload, entry.policy, modelled, timeout, report=memory, ends=ends)
         with contextlib.suppress(*(() if workload.has_loss else (RematError,))):  # several gradients, or none
-            kept = residuals(workload, _with_names(entry.policy))
+            kept = residuals(workload, _with_names(entry.policy)) if time.monotonic() < ends else None
         figures = _estimated(gathered.described, entry, memory)
         gathered.policies.append(Compared(name, memory, kept, *figures, diagnosis))
+    if late := [policy.name for policy in gathered.policies if not policy.is_searched]:
+        gathered.notes.append(
+            f"The search for traps under {', '.join(late)} was not finished: the timeout was over; a longer one finishes it"
+        )
     gathered.policies = _as_compiled(gathered.policies)
 
 

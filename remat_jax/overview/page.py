@@ -108,7 +108,8 @@ def _policies(gathered: Gathered) -> str:
     if offloads := offload_rows(policies):
         parts += ["<h3>Effect of offload</h3>", html_table(_OFFLOAD_COLUMNS, offloads, label="offload", sortable=False)]
         parts.append(_list(warnings(policies)))
-    none = "<p>No known trap was found under any of these policies.</p>"
+    is_searched = all(policy.is_searched for policy in policies)
+    none = "<p>No known trap was found under any of these policies.</p>" if is_searched else ""
     return "".join([*parts, "<h3>Traps</h3>", _list(findings(policies)) or none])
 
 
@@ -140,7 +141,7 @@ def policy_cells(gathered: Gathered, policy: Compared) -> dict[Column, Cell]:
         Column("over keeping all", "seconds"): policy.extra_seconds,
         Column("recomputed", "flops"): policy.recompute_flops,
         **({Column("fits"): "yes" if gathered.fits(policy) else "no"} if gathered.limit else {}),
-        Column("traps", "count"): len(policy.diagnosis.findings),
+        Column("traps", "count"): len(policy.traps) if policy.traps or policy.is_searched else None,
     }
 
 
@@ -174,7 +175,7 @@ def findings(policies: Sequence[Compared]) -> list[Trouble]:
     """The traps; a trap under several policies is listed once."""
     under: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for policy in policies:
-        for finding in policy.diagnosis.findings:
+        for finding in policy.traps:
             where = " at ".join(filter(None, (finding.block, finding.place)))
             places = under.setdefault((finding.trap, finding.problem, finding.remedy), {})
             places.setdefault(policy.name, []).append(where)
@@ -305,7 +306,9 @@ def summary(gathered: Gathered) -> list[str]:
             )
     traps = len(findings(gathered.policies))
     sentences.append(
-        f"Known traps: {traps or 'none'}" + (", each with its remedy below." if traps else " found under any policy.")
+        f"Known traps: {traps or 'none'}"
+        + (", each with its remedy below" if traps else " found under any policy")
+        + ("." if all(policy.is_searched for policy in gathered.policies) else "; the search was not finished.")
     )
     if gathered.parity is not None:
         sentences.append(f"Parity with PyTorch: {gathered.parity.verdict()}.")

@@ -128,7 +128,7 @@ def next_gib(plan: PlanData) -> str:
     """The gain from more memory, as a sentence."""
     more = f"{format_bytes(plan.next_bytes)} more".replace(".0 ", " ")
     if plan.next_gib_seconds is None and plan.cut_short:
-        return f"The timeout came before the gain from {more} was computed."
+        return f"The search ended before the gain from {more} was computed."
     if plan.next_gib_seconds is None:
         return "More memory would not make the step faster, by the estimate."
     if not plan.next_gib_seconds:
