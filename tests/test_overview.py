@@ -16,6 +16,7 @@ from remat_jax.diagnosis.findings import Finding
 from remat_jax.hardware import target
 from remat_jax.memory.report import Receipt
 from remat_jax.overview import compared, page
+from remat_jax.overview.plan_as_compiled import plan_as_compiled
 from remat_jax.overview.save import gather
 from tests.plan_models import MlpLayer
 from tests.report_pages import JOB, PLAN, plan_for
@@ -100,6 +101,30 @@ def test_nothing_is_tried_again_once_the_time_is_up(monkeypatch):
     with pytest.raises(errors.CompileError, match="out of time: timeout=100 s|out of time: timeout=9. s"):
         gather(JOB, None, "cpu", timeout=100)
     assert len(tried) == 1
+
+
+def test_one_step_has_one_figure_on_the_page():
+    """Times of compiled schedules: `off`, which the plan predicts to be slower and larger, bounds the frontier."""
+    names, seconds = ("off", "full", "the plan"), (0.0100, 0.0140, PLAN.seconds)
+    sizes = (7 * 2**20, 3 * 2**20, PLAN.device_bytes)
+    shown = gather(JOB, ["off", "full"], "cpu", plan=replace(PLAN, timed=True))
+    for index, policy in enumerate(shown.policies):
+        memory = replace(policy.memory, seconds=seconds[index], device_bytes=sizes[index], assumed_rates=("flops",))
+        shown.policies[index] = replace(policy, memory=memory)
+    compared._as_compiled(shown)
+    plan = shown.plan = plan_as_compiled(shown)
+    points = {point.name: point for point in plan.named}
+    for policy, name in zip(shown.policies[:2], names, strict=False):
+        point = points[name]
+        assert (point.seconds, point.timed, point.device_bytes) == (policy.seconds, True, policy.memory.device_bytes)
+    assert [(point.device_bytes, point.seconds) for point in plan.frontier][-1] == (7 * 2**20, 0.0100)
+    assert plan.base_seconds == 0.0100 and shown.policies[-1].extra_seconds == plan.seconds - plan.base_seconds
+    rows = [page.policy_cells(shown, policy) for policy in shown.policies]
+    cells = [{column.title: cell for column, cell in row.items()} for row in rows]
+    assert [(row["step"], row["time"]) for row in cells] == [((each, True), "compiled") for each in seconds]
+    text = page.page(shown)
+    assert text.count("8.5 ms to 14 ms") >= 3 and "10 ms<" not in text
+    assert "2.1 ms to 3.4 ms over keeping everything (25 %)" in text
 
 
 @pytest.mark.parametrize("plan", ["lots", "plan.json", 2.5])

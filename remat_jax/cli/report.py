@@ -85,7 +85,7 @@ def report(
 def _show(answer: Answer, gathered: Gathered, where: Path) -> None:
     title = f"{gathered.workload.name}: one training step compiled for {gathered.target.name}"
     columns = ("policy", "device", "host", "step", "traps")
-    answer.show(table(title, columns, [_cells(policy) for policy in gathered.policies]))
+    answer.show(table(title, columns, [_cells(gathered, policy) for policy in gathered.policies]))
     for name, why in gathered.left_out.items():
         answer.show(f"Left out: {name}: {why}")
     if gathered.parity is not None:
@@ -93,12 +93,12 @@ def _show(answer: Answer, gathered: Gathered, where: Path) -> None:
     answer.show(f"Report: {where}")
 
 
-def _cells(policy: Compared) -> tuple[Any, ...]:
+def _cells(gathered: Gathered, policy: Compared) -> tuple[Any, ...]:
     sizes = (format_bytes(policy.memory.device_bytes), format_bytes(policy.memory.host_bytes))
     traps = ", ".join(dict.fromkeys(finding.trap for finding in policy.traps))
     return (
         policy.name,
         *sizes,
-        format_estimate(policy.seconds, bool(policy.memory.assumed_rates)),
+        format_estimate(policy.seconds, bool(gathered.assumed_rates)),
         traps or ("none" if policy.is_searched else "not finished"),
     )
