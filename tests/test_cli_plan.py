@@ -6,6 +6,7 @@ import io
 import json
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import remat_jax as rj
@@ -69,13 +70,17 @@ def test_the_file_of_a_plan_is_a_policy(file, tmp_path):
     def asked(*arguments):
         return CliRunner().invoke(app, [*map(str, arguments)])
 
-    result = asked("measure", f"{file}:job", "-p", saved, "-p", "full", "--diff", "full", saved, "--residuals", "--json")
+    result = asked(
+        "measure", f"{file}:job", "-p", saved, "-p", "full", "--diff", "full", saved, "--residuals", "--json", "--target", "cpu"
+    )
     data = json.loads(result.stdout)
     assert result.exit_code == 0 and [report["policy"] for report in data["reports"]] == [str(saved), "full"]
     assert data["reports"][0]["device_bytes"] == made.device_bytes > data["reports"][1]["device_bytes"]
     assert data["residuals"][0]["policy"] == data["diff"]["after"] == str(saved)
     assert data["diff"]["device_bytes"] == made.device_bytes - data["reports"][1]["device_bytes"]
-    assert asked("doctor", f"{file}:job", "-p", saved).exit_code == 0
+    diagnosed = asked("doctor", f"{file}:job", "-p", saved, "--target", "none")
+    title = f"perceptrons under {saved} (traced, not compiled): no traps"
+    assert diagnosed.exit_code == 0 and title in diagnosed.stdout.replace("\n", ""), diagnosed.stdout
     unrolled_file.write_text(file.read_text().replace("scanned=True", "scanned=False"))
     for command in ("measure", "doctor"):
         gone = asked(command, f"{file}:job", "-p", tmp_path / "none.json")
@@ -155,7 +160,6 @@ def test_what_does_not_fit_exits_3_and_says_the_least(file):
         (["--budget", "9 MiB", "--target", "cpu", "--plot", "plan.gif"], "expected a name that ends in .svg"),
         (["--budget", "9 MiB", "--target", "cpu", "--html", "none/plan.html"], "there is no folder"),
         (["--budget", "9 MiB", "--target", "cpu", "--save", "."], "save='.' is a folder: give a file, such as 'save.json'"),
-        (["--budget", "9 MiB"], "--target"),
         (["--target", "cpu"], "--budget"),
     ],
 )
@@ -164,6 +168,19 @@ def test_bad_usage_exits_2_before_the_users_file_is_run(tmp_path, monkeypatch, a
     (tmp_path / "train.py").write_text("raise SystemExit('the file was run')")
     done = run("train.py:job", *arguments)
     assert done.exit_code == 2 and message in " ".join(done.stderr.split())
+
+
+def test_what_a_finished_step_cannot_have_is_bad_usage(file):
+    for arguments in (["--allow", "head_in_chunks"], ["--mesh", "data=2", "--target", "2xh200"]):
+        done = run(f"{file}:step", "-b", "9 MiB", "--target", "cpu", *arguments)
+        assert done.exit_code == 2 and "is a finished step" in done.stderr
+
+
+def test_the_default_target_of_all_commands_is_one():
+    command = typer.main.get_command(app)
+    defaults = {name: {each.name: each.default for each in sub.params} for name, sub in command.commands.items()}
+    targets = {name: options["target"] for name, options in defaults.items() if "target" in options}
+    assert targets == dict.fromkeys(("batch", "demo", "doctor", "measure", "plan", "report"), "h200")
 
 
 def test_a_step_that_does_not_call_its_blocks_cannot_be_planned(file):

@@ -62,9 +62,7 @@ def policies(as_json: Json = False) -> None:
         ]
         also = [f" (also called {', '.join(row['aliases'])})" if row["aliases"] else "" for row in rows]
         cells = [(row["name"], row["text"], f"{row['meaning']}{more}") for row, more in zip(rows, also, strict=True)]
-        policy_table = table("Policies", ("name", "text", "what it does"), cells)
-        for column in policy_table.columns[:2]:
-            column.no_wrap = True
+        policy_table = table("Policies", ("name", "text", "what it does"), cells, optional=("text",))
         answer.show(policy_table, _GRAMMAR)
         answer.data({"policies": rows})
 

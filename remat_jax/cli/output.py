@@ -17,7 +17,14 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from remat_jax.errors import ArgumentError, CompileError, InfeasibleBudget, RematError, UnsupportedError
+from remat_jax.errors import (
+    ArgumentError,
+    CompileError,
+    InfeasibleBudget,
+    RematError,
+    UnsupportedArgumentError,
+    UnsupportedError,
+)
 from remat_jax.overview.save import checked_path
 from remat_jax.reading import visible
 from remat_jax.report.progress import progress_bar
@@ -27,6 +34,9 @@ from remat_jax.warning import silenced
 
 FAILED, BAD_USAGE, INFEASIBLE, INTERRUPTED = 1, 2, 3, 130
 _WIDTH_WITHOUT_TERMINAL = 120
+DEFAULT_TARGET = "h200"
+"""The target of every command that compiles."""
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else there.")]
 
 _PLAIN = {"−": "-", "–": "-", "—": "-", "×": "x", "≤": "<=", "≥": ">=", "→": "->", "…": "...", "µ": "u", "·": ".", "█": "#"}
@@ -136,7 +146,8 @@ def answering(as_json: bool) -> Iterator[Answer]:
         except InfeasibleBudget as error:
             answer.error(str(error), INFEASIBLE, least_bytes=error.least_bytes, held_by=error.held_by)
         except RematError as error:
-            answer.error(str(error), FAILED if isinstance(error, CompileError | UnsupportedError) else BAD_USAGE)
+            is_usage = isinstance(error, UnsupportedArgumentError) or not isinstance(error, CompileError | UnsupportedError)
+            answer.error(str(error), BAD_USAGE if is_usage else FAILED)
 
 
 def progress() -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:

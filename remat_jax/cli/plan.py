@@ -7,8 +7,18 @@ from typing import Annotated
 
 import typer
 
-from remat_jax.cli.output import INTERRUPTED, Answer, Json, answering, check_file, check_picture, progress, writing
-from remat_jax.cli.workloads import MeshOption, WorkloadArgument, load_on_mesh
+from remat_jax.cli.output import (
+    DEFAULT_TARGET,
+    INTERRUPTED,
+    Answer,
+    Json,
+    answering,
+    check_file,
+    check_picture,
+    progress,
+    writing,
+)
+from remat_jax.cli.workloads import MeshOption, TargetOption, WorkloadArgument, load_on_mesh
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT
 from remat_jax.planning.changes import CHANGES, checked
@@ -24,7 +34,7 @@ def plan(
     budget: Annotated[
         str, typer.Option("--budget", "-b", help="Device memory: 40GiB, '38 GB', bytes, or a share of the target's: 80%, 0.8.")
     ],
-    target: Annotated[str, typer.Option(help="The target to plan and compile for; see remat-jax targets.")],
+    target: TargetOption = DEFAULT_TARGET,
     mesh: MeshOption = None,
     host_budget: Annotated[str | None, typer.Option(help="Host memory: 64GiB, or 0 for no offload. Default: no limit.")] = None,
     allow: Annotated[

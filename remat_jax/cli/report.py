@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from remat_jax.cli.output import FAILED, Answer, Json, answering, progress
+from remat_jax.cli.output import DEFAULT_TARGET, FAILED, Answer, Json, answering, progress
 from remat_jax.cli.parity import parity_report
 from remat_jax.cli.workloads import MeshOption, TargetOption, WorkloadArgument, load_on_mesh
 from remat_jax.errors import ArgumentError
@@ -33,7 +33,7 @@ def report(
             help="A name or a text; repeat the option for several policies. Default: the usual named policies.",
         ),
     ] = None,
-    target: TargetOption = "h200",
+    target: TargetOption = DEFAULT_TARGET,
     mesh: MeshOption = None,
     budget: Annotated[
         str | None, typer.Option("--budget", "-b", help="Also plan within this device memory: 40GiB, '38 GB', bytes, 80%, 0.8.")
@@ -85,7 +85,7 @@ def report(
 def _show(answer: Answer, gathered: Gathered, where: Path) -> None:
     title = f"{gathered.workload.name}: one training step compiled for {gathered.target.name}"
     columns = ("policy", "device", "host", "step", "traps")
-    answer.show(table(title, columns, [_cells(gathered, policy) for policy in gathered.policies]))
+    answer.show(table(title, columns, [_cells(gathered, policy) for policy in gathered.policies], optional=("host",)))
     for name, why in gathered.left_out.items():
         answer.show(f"Left out: {name}: {why}")
     if gathered.parity is not None:

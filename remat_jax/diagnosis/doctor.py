@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from remat_jax.apply.scope import BlockPolicies
@@ -105,6 +106,11 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     >>> [finding.trap for finding in doctor(job, "save: attention_out").findings]
     ['unmatched_name']
     """
+    return diagnose(workload, policy, checked_target(workload, target, timeout), timeout)
+
+
+def checked_target(workload: Workload, target: str | Target | None, timeout: float) -> Target | None:
+    """The target of `doctor`, after a check of its arguments."""
     if not isinstance(workload, Workload):
         raise ArgumentError(f"workload={workload!r}: expected a remat_jax.Workload")
     check_timeout(timeout)
@@ -115,7 +121,7 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
         )
     if described is not None:
         check_devices(workload, described)
-    return diagnose(workload, policy, described, timeout)
+    return described
 
 
 @silenced()
@@ -125,10 +131,11 @@ def diagnose(
     target: Target | None,
     timeout: float,
     *,
+    name: str | None = None,
     report: MemoryReport | None = None,
     ends: float = math.inf,
 ) -> Diagnosis:
-    """`doctor` for checked arguments.
+    """`doctor` for checked arguments. The diagnosis calls the policy `name`, by default its text.
 
     With `report`, the measurement of the step, the diagnosis has no advice. The compilations then end at `ends` of
     `time.monotonic`, and `cut_short` says whether they were all done.
@@ -138,6 +145,7 @@ def diagnose(
     if undefined:
         return Diagnosis(workload.name, "None", target_name, merged(undefined), 0)
     policies, text = _policies(workload, policy)
+    text = name or text
     replaced = workload.replaced_checkpoints if policies is not None else 0
     observed = observe(workload, policies)
     findings = [finding for trap in TRAPS for finding in trap(observed)]
@@ -148,6 +156,7 @@ def diagnose(
         findings += pinned_pool(observed)
     elif report is None:
         measured = measure(workload, observed.policy, target, timeout)
+        measured = replace(measured, policy=name or measured.policy)
         findings += compiled_traps(observed, measured, target, timeout)
         advice = compiled_advice(workload, observed.policy, measured, target, timeout)
     else:

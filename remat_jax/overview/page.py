@@ -23,8 +23,7 @@ from remat_jax.report.tables import format_bytes, format_estimate
 _ON_HOST = "in host memory"
 _COLUMNS = (
     "Device (temp included) and host: memory of the compiled step. Kept: residuals, from the forward to the backward pass. "
-    "Step: the estimated time, from the compiled schedule or the traced program; over keeping all: the excess over a step that "
-    "keeps all residuals."
+    "Step: the estimated time{origin}; over keeping all: the excess over a step that keeps all residuals."
 )
 _AT_THE_PEAK = (
     "Device memory at the step's peak, by the module that made each array. Plain parts are arguments and the arrays that the "
@@ -139,7 +138,7 @@ def policy_cells(gathered: Gathered, policy: Compared) -> dict[Column, Cell]:
         Column("kept: host", "bytes"): memory.residual_host_bytes,
         Column("step", "seconds"): Estimate(policy.seconds, bool(gathered.assumed_rates)),
         Column("over keeping all", "seconds"): Estimate(policy.extra_seconds, bool(gathered.assumed_rates)),
-        Column("time"): "" if policy.seconds is None else "compiled" if policy.timed else "traced",
+        **({Column("time"): _origin(policy)} if len(_origins(gathered)) > 1 else {}),
         Column("recomputed", "flops"): policy.recompute_flops,
         **({Column("fits"): "yes" if gathered.fits(policy) else "no"} if gathered.limit else {}),
         Column("traps", "count"): len(policy.traps) if policy.traps or policy.is_searched else None,
@@ -225,11 +224,27 @@ def _plan(gathered: Gathered) -> str:
     return plan_body(plan, level=3) + reasons
 
 
+_ORIGINS = {"compiled": "compiled schedule", "traced": "traced program"}
+
+
+def _origin(policy: Compared) -> str:
+    """Where a policy's time comes from; empty if it has none."""
+    return "" if policy.seconds is None else "compiled" if policy.timed else "traced"
+
+
+def _origins(gathered: Gathered) -> list[str]:
+    return sorted(set(filter(None, map(_origin, gathered.policies))))
+
+
 def notes(gathered: Gathered) -> list[str]:
     """Remarks on the table and on missing figures."""
     limit, host = gathered.limit, gathered.host_budget
     on_host = f", and {format_bytes(host)} of host memory" if host is not None else ""
-    remarks = [_COLUMNS + (f" Fits: within {limit[0]}, {format_bytes(limit[1])}{on_host}." if limit else "")]
+    origins = _origins(gathered)
+    origin = f", from the {_ORIGINS[origins[0]]}" if len(origins) == 1 else ""
+    remarks = [
+        _COLUMNS.format(origin=origin) + (f" Fits: within {limit[0]}, {format_bytes(limit[1])}{on_host}." if limit else "")
+    ]
     if gathered.target.devices > 1:
         remarks.append(
             f"Device and host memory is for one of {gathered.target.devices} devices; residuals, bytes offered to the host, "
