@@ -127,6 +127,22 @@ def test_an_interrupted_call_has_the_best_so_far(interrupted, tmp_path):
     assert best.save(tmp_path / "plan.json").is_file() and "error.plan.save(" in note
 
 
+def test_progress_says_what_going_on_may_gain(monkeypatch):
+    asked, compiled = [], Compiler.compile
+
+    def compile(self, candidates, best):
+        if best is not None:  # on a CPU target times are traced estimates, and the gain is their difference
+            now = self.described.base_seconds + best.candidate.seconds
+            asked.append(100 * (best.candidate.seconds - min(step.seconds for step in candidates)) / now)
+        return compiled(self, candidates, best)
+
+    monkeypatch.setattr(Compiler, "compile", compile)
+    said = []
+    rj.plan(job(scanned=True), "6 MiB", "cpu", progress=lambda activity, *_: said.append(activity))
+    (line,) = (activity for activity in said if "best so far" in activity)
+    assert line.endswith(f"; going on may gain {asked[0]:.1f} %, Ctrl-C keeps the best") and asked[0] > 0.1
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True

@@ -201,7 +201,15 @@ class _Planner:
         self.known.fit.tried += self.tried
         self.described_seconds = time.monotonic() - begin
         self.compiler = Compiler(
-            self.workload, self.described, self.target, self.timeout, self.deadline, self.kernels, self.progress, self.findings
+            self.workload,
+            self.described,
+            self.target,
+            self.timeout,
+            self.deadline,
+            self.kernels,
+            self.progress,
+            self.findings,
+            lambda candidate, best: self.known.gain(candidate, best) / self.known.seconds(best),
         )
 
     def _problem(self, workload: Workload, like: Problem | None = None) -> Problem:
