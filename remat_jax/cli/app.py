@@ -76,7 +76,8 @@ def targets(as_json: Json = False) -> None:
             for described in listed
         ]
         columns = ("name", "memory", "memory rate", "to the host, each way", "bfloat16", "description")
-        answer.show(table("Targets", columns, cells, caption=_RATES), _SEVERAL)
+        narrow = ("to the host, each way", "memory rate", "bfloat16")
+        answer.show(table("Targets", columns, cells, caption=_RATES, optional=narrow), _SEVERAL)
         answer.data({"targets": [entry.to_dict() for entry in listed]})
 
 

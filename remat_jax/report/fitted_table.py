@@ -12,7 +12,7 @@ from rich.text import Text
 
 _WORD_CAP = 34
 """Words up to this width are never broken while there is a column to leave out; the longest named policy has 30 letters."""
-_NARROWEST = 8
+_NARROWEST = 12
 # A word, or a number with its unit; in a range, "to" stays with the first number.
 _WORDS = re.compile(r"[\d.,]+ (?:[KMGT]iB|B|ns|µs|ms|s|%|[kMGTPE]?FLOP|[A-Za-z]+/s)(?= |$)(?: to(?= ))?|\S+")
 _PIECES = re.compile(r"[^/:._\-,]*[/:._\-,]?")
@@ -21,7 +21,8 @@ _PIECES = re.compile(r"[^/:._\-,]*[/:._\-,]?")
 class FittedTable(Table):
     """A table of plain text. If it is too wide, the columns named in `optional` are left out first, in this order.
 
-    Then the last columns are left out, but never the first two. The caption names what is left out.
+    Then the last columns of numbers are left out, but never one of the first two columns. The caption names what is left out.
+    Columns of text stay: they wrap, and if nothing else helps, words are broken, after separators where there are some.
     """
 
     optional: Sequence[str] = ()
@@ -35,7 +36,7 @@ class FittedTable(Table):
         shown = list(range(len(columns)))
         titles = [column.title for column in columns]
         named = [titles.index(title) for title in self.optional if title in titles]
-        to_drop = [*named, *(at for at in reversed(shown[2:]) if at not in named)]
+        to_drop = [*named, *(at for at in reversed(shown[2:]) if at not in named and self.columns[at].no_wrap)]
         dropped = []
         while to_drop and _total([columns[at].least for at in shown]) > width:
             dropped.append(to_drop.pop(0))
@@ -76,13 +77,12 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _widths(columns: Sequence[_Column], width: int) -> list[int]:
-    """The columns' widths: the widest are narrowed first, down to their least; below it only if nothing else is left."""
-    widths = [column.natural for column in columns]
-    for least in ([column.least for column in columns], [min(column.least, _NARROWEST) for column in columns]):
-        while _total(widths) > width:
-            wide = [at for at, bound in enumerate(least) if widths[at] > bound]
-            if not wide:
-                break
+    """The columns' widths: the widest are narrowed first, down to their least, and below it only if nothing else is left."""
+    widths, narrowest = [column.natural for column in columns], [min(column.least, _NARROWEST) for column in columns]
+    # The first column has the names of the rows, which are broken last.
+    bounds = ([column.least for column in columns], [columns[0].least, *narrowest[1:]], narrowest)
+    for least in bounds if columns else ():
+        while _total(widths) > width and (wide := [at for at, bound in enumerate(least) if widths[at] > bound]):
             widths[max(wide, key=widths.__getitem__)] -= 1
     return widths
 
