@@ -62,6 +62,18 @@ def test_cudnns_attention_is_advised_exactly_where_jax_takes_it(
         assert trace().dtype == dtype
 
 
+def test_query_heads_that_share_a_key_head_are_no_length() -> None:
+    q = jax.ShapeDtypeStruct((2, 3, 2, 256, 64), jnp.bfloat16)  # three query heads for each of two key heads
+    k = jax.ShapeDtypeStruct((2, 2, 256, 64), jnp.bfloat16)
+
+    def attend(q: Any, k: Any) -> Any:
+        weights = jax.nn.softmax(jnp.einsum("bghtd,bhsd->bhgts", q, k))
+        return jnp.einsum("bhgts,bhsd->bghtd", weights, k)
+
+    (product,) = softmax_products(jax.make_jaxpr(attend)(q, k))
+    assert 3 in product.shape and product.cudnn_refuses == ""
+
+
 def test_a_kernel_must_take_what_the_model_does_to_its_scores() -> None:
     def of(loss: Any, **shapes: int) -> str:
         q, v = (jax.ShapeDtypeStruct((2, 4, 256, shapes.get(name, 64)), jnp.bfloat16) for name in "qv")

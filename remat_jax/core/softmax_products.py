@@ -140,8 +140,11 @@ class TracedProduct:
             return " and ".join(dtypes)
         if self._features > _CUDNN_FEATURES or self._features % 8:
             return f"{self._features} features of a head"
-        lengths = self.eqn.outvars[0].aval.shape[len(self.eqn.params["dimension_numbers"][1][0]) :]
-        return "odd lengths" if any(size % 2 for size in lengths) else ""
+        rows = list(self.eqn.outvars[0].aval.shape[len(self.eqn.params["dimension_numbers"][1][0]) :])
+        if self.classes in rows:
+            rows.remove(self.classes)
+        # Query heads that share a key head are a dimension beside the queries.
+        return "odd lengths" if self.classes % 2 or max(rows, default=0) % 2 else ""
 
 
 def softmax_products(jaxpr: Any) -> tuple[SoftmaxProduct, ...]:
