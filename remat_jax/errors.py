@@ -57,6 +57,10 @@ class UnsupportedError(RematError, NotImplementedError):
     """Raised when the installed JAX or the platform cannot serve a request."""
 
 
+class UnsupportedArgumentError(UnsupportedError):
+    """Raised when an argument asks for something that the other arguments, such as a finished step, cannot have."""
+
+
 class PlanningError(RematError, ValueError):
     """Raised when a planning problem is malformed, or when a plan cannot be run."""
 

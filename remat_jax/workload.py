@@ -19,7 +19,7 @@ from remat_jax.apply.inner_loss import InnerLoss, LossInside
 from remat_jax.apply.pytrees import ModelArrays
 from remat_jax.apply.scope import BlockPolicies, checked_blocks
 from remat_jax.core.marks import Block
-from remat_jax.errors import ArgumentError, UnsupportedError
+from remat_jax.errors import ArgumentError, UnsupportedArgumentError
 from remat_jax.mesh import (
     argument_names,
     argument_shardings,
@@ -227,7 +227,7 @@ class Workload:
         [(8, 8), (2, 8)]
         """
         if self.own_loss is None:
-            raise UnsupportedError(
+            raise UnsupportedArgumentError(
                 f"mesh={mesh!r}: {self.name!r} is a finished step; give the mesh to Workload.from_step(…, mesh=…, shardings=…)"
             )
         new_mesh = as_mesh(mesh)
@@ -341,7 +341,7 @@ class Workload:
     def require_loss(self, wanted: str) -> None:
         """Raise UnsupportedError for a finished step; `wanted` is what needs the loss."""
         if not self.has_loss:
-            raise UnsupportedError(
+            raise UnsupportedArgumentError(
                 f"{wanted}: workload={self.name!r} is a finished step (Workload.from_step), whose loss cannot be changed. Give "
                 "its loss instead: rj.Workload(loss, params, (batch,), blocks=…, optimizer=optimizer)"
             )

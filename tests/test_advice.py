@@ -31,7 +31,6 @@ from remat_jax.memory.advice import (
     sums_of_heads,
     undonated_arguments,
 )
-from remat_jax.memory.compile.backends import backend_of
 
 pytestmark = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 
@@ -132,7 +131,7 @@ def test_a_head_in_chunks() -> None:
 
 def test_one_narrow_array_is_summed_in_float32_for_each_head() -> None:
     def head(classes: int, is_head: bool = True) -> SoftmaxProduct:
-        return SoftmaxProduct(is_head, (8, classes), "", "", 8 * classes, classes, False)
+        return SoftmaxProduct(is_head, (8, classes), "", "", 8 * classes, classes)
 
     embedding, small, wide = (jax.ShapeDtypeStruct((rows, 16), dtype) for rows, dtype in SIZES)
     tied = {"embedding": embedding, "head": embedding, "other": small}
@@ -364,14 +363,3 @@ def test_attention_whose_weights_are_changed_or_returned_is_not_offered_a_kernel
     assert products_of(lambda q: (attend(q).sum(), jax.nn.softmax(q @ q.mT)), (2, 16, 8)) == {(False, (2, 16, 16))}
     weights: list[Any] = []
     assert products_of(lambda q: (attend(q, lambda w: weights.append(w) or w).sum(), weights[-1]), (2, 16, 8)) == set()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "features", "suits"), [(jnp.bfloat16, 64, True), (jnp.float32, 64, False), (jnp.bfloat16, 12, False)]
-)
-def test_cudnns_attention_is_offered_only_where_it_runs(dtype: Any, features: int, suits: bool) -> None:
-    (product,) = softmax_products(jax.make_jaxpr(attend)(jax.ShapeDtypeStruct((2, 4, 256, features), dtype)))
-    assert product.suits_cudnn is suits
-    text = backend_of(target_named("h200")).attention_kernel(suits_cudnn=suits)
-    assert ("implementation" in text) is suits and "never stores the scores" in text
-    assert "splash_attention" in backend_of(target_named("v5e")).attention_kernel(suits_cudnn=suits)

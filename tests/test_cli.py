@@ -131,7 +131,9 @@ def test_targets_lists_every_target():
 
 
 def test_measure_says_what_the_library_says_as_one_json_object_and_nothing_else(folder):
-    done = shell("measure", "train.py:job", "-p", "full", "-p", "save: @dots", "--residuals", "--json", cwd=folder)
+    done = shell(
+        "measure", "train.py:job", "-p", "full", "-p", "save: @dots", "--residuals", "--json", "--target", "cpu", cwd=folder
+    )
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
     job = workloads.load_workload(f"{folder}/train.py:job")
@@ -158,7 +160,7 @@ def test_measure_asks_about_a_memory_limit(folder):
 
 
 def test_measure_prints_a_table_and_warns(folder):
-    result = run("measure", f"{folder}/train.py:job", "-p", "offload_inputs", "--residuals")
+    result = run("measure", f"{folder}/train.py:job", "--target", "cpu", "-p", "offload_inputs", "--residuals")
     assert result.exit_code == 0, result.output
     assert "three blocks: one training step compiled for cpu" in result.stdout
     assert "block_1:input#0" in result.stdout and "384 B" in result.stdout
@@ -166,19 +168,19 @@ def test_measure_prints_a_table_and_warns(folder):
 
 
 def test_measure_compares_off_and_full_unless_told(folder):
-    data = json.loads(run("measure", f"{folder}/train.py:job", "--json").stdout)
+    data = json.loads(run("measure", f"{folder}/train.py:job", "--target", "cpu", "--json").stdout)
     assert [report["policy"] for report in data["reports"]] == ["off", "full"] and "residuals" not in data
 
 
 def test_measure_tells_what_moves_between_two_policies(folder):
-    result = run("measure", f"{folder}/train.py:job", "--diff", "full", "save: @dots", "--json")
+    result = run("measure", f"{folder}/train.py:job", "--target", "cpu", "--diff", "full", "save: @dots", "--json")
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
     assert [report["policy"] for report in data["reports"]] == ["full", "dots"], "those two, and no others"
     job = workloads.load_workload(f"{folder}/train.py:job")
     assert data["diff"] == json.loads(json.dumps(compare_policies(job, "full", "dots").to_dict()))
     assert {move["name"]: move["device_bytes"] for move in data["diff"]["moves"]}["block_1/up:dot_general#0"] == 4 * 32 * 4
-    shown = run("measure", f"{folder}/train.py:job", "-p", "off", "--diff", "full", "dots")
+    shown = run("measure", f"{folder}/train.py:job", "--target", "cpu", "-p", "off", "--diff", "full", "dots")
     assert "block_*/up:dot_general#0 ×3" in shown.stdout and "not kept → save" in shown.stdout
     assert "compiled: device memory" in shown.stdout and "three blocks on cpu: full → dots" in shown.stdout
 
@@ -202,15 +204,19 @@ def test_measure_draws_what_is_on_the_device_by_module(folder, tmp_path):
         (["no.such.module:job"], "there is no module 'no.such.module'"),
         (["a b:job"], "neither a .py file nor a module's name"),
         (["train.py:jop"], "has no 'jop'. Did you mean 'job'? It has job, needs, wrong, broken, ready"),
-        (["train.py:needs"], "needs the arguments width. A function without arguments that returns a remat_jax.Workload needs none"),
+        (
+            ["train.py:needs"],
+            "needs the arguments width. A function without arguments",
+        ),
         (["train.py:wrong"], "gave a int: expected a remat_jax.Workload"),
         (["train.py:number"], "is a int: expected a remat_jax.Workload, or a function that returns one"),
         (["train.py:broken"], "running it raised KeyError: 'missing', at "),
         (["ends.py:job"], "raised SystemExit: 0, at "),
         (
-            ["train.py:job", "--live"],
+            ["train.py:job", "--live", "--target", "cpu"],
             "--live with target 'cpu': memory at the peak is known only for GPU",
         ),
+        (["train.py:job", "--target", "2xh200"], "target='2xh200' has 2 devices, but 'three blocks' has no mesh to use them"),
         (["bad.py:job"], "raised ModuleNotFoundError: No module named 'not_there_at_all', at "),
         (["train.py:job", "-p", "dotz"], "policy='dotz' is not the name of a policy. Did you mean 'dots'?"),
         (["train.py:job", "-p", "save: nothing_of_the_kind"], "matches no residual"),
@@ -218,7 +224,7 @@ def test_measure_draws_what_is_on_the_device_by_module(folder, tmp_path):
         (["train.py:job", "--timeout", "-1"], "timeout=-1.0: expected a positive number of seconds"),
         (["train.py:job", "--diff", "full", "dotz"], "policy='dotz' is not the name of a policy. Did you mean 'dots'?"),
         (
-            ["train.py:job", "--memory-limit", "1GiB"],
+            ["train.py:job", "--memory-limit", "1GiB", "--target", "cpu"],
             "memory_limit='1GiB' with target='cpu': XLA takes a memory limit only for GPUs",
         ),
         (["train.py:job", "--memory-limit", "1G", "--target", "h200"], "memory_limit='1G': 'G' is not a unit of bytes"),
@@ -226,7 +232,10 @@ def test_measure_draws_what_is_on_the_device_by_module(folder, tmp_path):
             ["train.py:job", "--plot", "memory.gif"],
             "plot='memory.gif': pictures are written as SVG; expected a name that ends in .svg",
         ),
-        (["train.py:job", "--plot", "memory.svg"], "plot='memory.svg' with target='cpu': memory at the peak is"),
+        (
+            ["train.py:job", "--plot", "memory.svg", "--target", "cpu"],
+            "plot='memory.svg' with target='cpu': memory at the peak is",
+        ),
     ],
 )
 def test_wrong_use_ends_with_2_and_a_message(folder, monkeypatch, arguments, message):

@@ -45,18 +45,21 @@ def file(tmp_path_factory):
     return path
 
 
+TRACED = ("--target", "none")
+
+
 def run(*arguments):
     return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
 
 
 def test_nothing_found_exits_0_and_says_so(file):
-    done = run(f"{file}:job", "--policy", "dots")
+    done = run(f"{file}:job", "--policy", "dots", *TRACED)
     assert done.exit_code == 0, done.output
     assert "two blocks under dots (traced, not compiled): no traps; 1 different checkpointed region." in done.stdout
 
 
 def test_a_trap_exits_1_and_is_told_with_its_remedy(file):
-    done = run(f"{file}:unchecked")
+    done = run(f"{file}:unchecked", *TRACED)
     assert done.exit_code == 1, done.output
     # The table breaks its lines depending on the length of the file's path.
     rows = [line.split("│")[1:-1] for line in done.stdout.splitlines() if line.startswith("│")]
@@ -67,11 +70,11 @@ def test_a_trap_exits_1_and_is_told_with_its_remedy(file):
 
 
 def test_json_is_one_object_with_what_the_library_says(file):
-    done = run(f"{file}:job", "-p", "save: gelu_out", "--json")
+    done = run(f"{file}:job", "-p", "save: gelu_out", "--json", *TRACED)
     assert done.exit_code == 1
     job = workloads.load_workload(f"{file}:job")
     assert json.loads(done.stdout) == rj.doctor(job, "save: gelu_out").to_dict()
-    assert json.loads(run(f"{file}:job", "-p", "full", "--json").stdout)["findings"] == []
+    assert json.loads(run(f"{file}:job", "-p", "full", "--json", *TRACED).stdout)["findings"] == []
 
 
 @pytest.mark.parametrize(

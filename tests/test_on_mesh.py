@@ -209,7 +209,7 @@ def test_a_mesh_of_another_size_than_the_target_is_bad_usage(command, file, tmp_
 
 
 def test_the_doctor_looks_at_a_workload_on_a_mesh_without_a_target(file):
-    result = run("doctor", f"{file}:job", "-p", "full", "--mesh", "data=8", "--json")
+    result = run("doctor", f"{file}:job", "-p", "full", "--mesh", "data=8", "--target", "none", "--json")
     assert result.exit_code == 0, result.output
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import replace
 
 import pytest
 
 import remat_jax as rj
-from remat_jax import errors
+from remat_jax import compat, errors
 from remat_jax.cli import report as command
 from remat_jax.diagnosis.findings import Finding
+from remat_jax.hardware import target
 from remat_jax.memory.report import Receipt
 from remat_jax.overview import compared, page
+from remat_jax.overview.plan_as_compiled import plan_as_compiled
 from remat_jax.overview.save import gather
 from tests.plan_models import MlpLayer
 from tests.report_pages import JOB, PLAN, plan_for
@@ -100,6 +103,31 @@ def test_nothing_is_tried_again_once_the_time_is_up(monkeypatch):
     assert len(tried) == 1
 
 
+def test_one_step_has_one_figure_on_the_page():
+    """Times of compiled schedules: `off`, which the plan predicts to be slower and larger, bounds the frontier."""
+    names, seconds = ("off", "full", "the plan"), (0.0100, 0.0140, PLAN.seconds)
+    sizes = (7 * 2**20, 3 * 2**20, PLAN.device_bytes)
+    shown = gather(JOB, ["off", "full"], "cpu", plan=replace(PLAN, timed=True))
+    for index, policy in enumerate(shown.policies):
+        memory = replace(policy.memory, seconds=seconds[index], device_bytes=sizes[index], assumed_rates=("flops",))
+        shown.policies[index] = replace(policy, memory=memory)
+    compared._as_compiled(shown)
+    plan = shown.plan = plan_as_compiled(shown)
+    points = {point.name: point for point in plan.named}
+    for policy, name in zip(shown.policies[:2], names, strict=False):
+        point = points[name]
+        assert (point.seconds, point.timed, point.device_bytes) == (policy.seconds, True, policy.memory.device_bytes)
+    assert [(point.device_bytes, point.seconds) for point in plan.frontier][-1] == (7 * 2**20, 0.0100)
+    assert plan.base_seconds == 0.0100 and shown.policies[-1].extra_seconds == plan.seconds - plan.base_seconds
+    rows = [page.policy_cells(shown, policy) for policy in shown.policies]
+    cells = [{column.title: cell for column, cell in row.items()} for row in rows]
+    assert [row["step"] for row in cells] == [(each, True) for each in seconds]
+    assert "time" not in cells[0] and "Step: the estimated time, from the compiled schedule; over" in page.notes(shown)[0]
+    text = page.page(shown)
+    assert text.count("8.5 ms to 14 ms") >= 3 and "10 ms<" not in text
+    assert "2.1 ms to 3.4 ms over keeping everything (25 %)" in text
+
+
 @pytest.mark.parametrize("plan", ["lots", "plan.json", 2.5])
 def test_what_is_no_plan_is_called_one(plan):
     with pytest.raises(errors.PlanningError) as error:
@@ -129,3 +157,36 @@ def test_a_missing_section_is_noted():
     shown = gather(forward, ["full"], "cpu")
     assert page.modules(shown.policies) == ""
     assert any(note.startswith("No memory by module: ") for note in page.notes(shown))
+
+
+@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+def test_the_search_for_traps_ends_with_the_timeout(monkeypatch):
+    """The clock stands past the timeout when the policies are compiled."""
+    passed, clock, measured = [], time.monotonic, compared.measure_many
+
+    def slow(*arguments):
+        reports = measured(*arguments)
+        passed.append(1000)
+        return reports
+
+    monkeypatch.setattr(compared.time, "monotonic", lambda: clock() + sum(passed))
+    monkeypatch.setattr(compared, "measure_many", slow)
+    monkeypatch.setattr(compared, "diagnose", lambda *_, **__: pytest.fail("traps were looked for"))
+    late = gather(JOB, ["off", "full"], "h200", timeout=300)
+    assert [policy.diagnosis for policy in late.policies] == [None, None]
+    assert "The search for traps under off, full was not finished: the timeout was over; a longer one finishes it" in late.notes
+    assert page.summary(late)[-1] == "Known traps: none found under any policy; the search was not finished."
+    assert "No known trap was found" not in page.page(late)
+    assert [policy["findings"] for policy in late.to_dict()["policies"]] == [None, None]
+
+
+def test_a_search_for_traps_that_a_compilation_ends_keeps_what_it_found(monkeypatch):
+    def stopped(*_):
+        yield Finding("frees_nothing", "b", "", "p", "r")
+        raise errors.CompileError("timeout=1 s")
+
+    module = sys.modules["remat_jax.diagnosis.doctor"]
+    monkeypatch.setattr(module, "compiled_traps", stopped)
+    report, h200 = rj.measure(JOB, "full", "cpu"), target("h200")
+    diagnosis = module.diagnose(JOB, "full", h200, 300, report=report, ends=0.0)
+    assert diagnosis.cut_short and [finding.trap for finding in diagnosis.findings] == ["frees_nothing"]

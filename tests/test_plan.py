@@ -29,7 +29,6 @@ from remat_jax.planning import compile_candidates, make_plan
 from remat_jax.planning.fit_memory import Fit
 from remat_jax.planning.loop import MOST_COMPILED
 from remat_jax.policy import NAMED
-from remat_jax.report.tables import format_estimate
 from tests.plan_models import LAYERS, WIDTH, MlpLayer, MlpStack, job
 from tests.small_models import assert_same
 
@@ -76,8 +75,7 @@ def test_the_bound_is_of_the_whole_step_and_below_every_way_that_fits(made):
     ]
     assert len(within) > 3 and min(point.seconds for point in within) >= plan.lower_bound
     below = 100 * (1 - plan.lower_bound / plan.seconds)
-    bound = format_estimate(plan.lower_bound, True)
-    assert f"By the same estimate, no plan within the budget takes less than {bound} ({below:.1f} %" in plan.explain()
+    assert f"By the same estimate, no plan within the budget is more than {below:.1f} % faster." in plan.explain()
 
 
 def test_every_compilation_is_told(made):

@@ -28,10 +28,10 @@ def rows_of(text, label):
 def test_the_page_has_the_plan_and_asks_for_nothing():
     text = page(plan())
     assert '<input id="at" type="range" min="0" max="2" step="1" value="1">' in text
-    assert [(int(row[0]), row[3]) for row in rows_of(text, "the frontier")] == [
-        (60 * MIB, "predicted"),
-        (90 * MIB, "compiled, the plan"),
-        (120 * MIB, "predicted"),
+    assert [(row[0], int(row[1]), row[3], row[5]) for row in rows_of(text, "the frontier")] == [
+        ("", 60 * MIB, "predicted", "traced"),
+        ("the plan", 90 * MIB, "compiled", "traced"),
+        ("", 120 * MIB, "predicted", "traced"),
     ]
     assert [row[0] for row in rows_of(text, "the named policies")] == ["full", "everything"]
     # The layers of every point are in the page; all but the plan's are hidden.
@@ -54,13 +54,18 @@ def test_the_page_shows_the_picture_that_is_saved():
     text, saved = page(plan()), picture(plan(), title="")
     assert saved.html() in text and saved.svg() == saved.html().replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"')
     assert picture(plan(), title="", width=NARROW).html() in text
-    # The script finds the line's points, and the ring that it moves, by their names.
+    # The script finds the line's points, and the ring that it copies, by their names.
     for width in (WIDTH, NARROW):
         groups = {group.get("data-series"): list(group) for group in ElementTree.fromstring(picture(plan(), width=width).svg())}
         marks, (ring,) = groups["frontier"], groups["the plan"]
         places = [(mark.get("cx"), mark.get("cy")) for mark in marks]
         assert len(places) == len(set(places)) == 3 and (ring.get("cx"), ring.get("cy")) == places[1]
     assert all(f"[data-series='{name}'] circle" in text for name in (FRONTIER, THE_PLAN))
+
+
+def test_times_at_assumed_rates_are_ranges_in_tables_too():
+    text = page(plan(assumed_rates=("flops",)))
+    assert text.count("11 ms to 17 ms") > 2 and "12 ms<" not in text
 
 
 def test_a_name_cannot_break_out_of_the_page():
@@ -72,7 +77,7 @@ def test_a_name_cannot_break_out_of_the_page():
 def test_a_plan_that_is_beaten_by_a_prediction_is_on_its_page():
     beaten = plan(frontier=plan().frontier[:1] + plan().frontier[2:])
     assert [point.device_bytes for point in with_plan(beaten)] == [60 * MIB, 90 * MIB, 120 * MIB]
-    assert [row[3] for row in rows_of(page(beaten), "the frontier")] == ["predicted", "compiled, the plan", "predicted"]
+    assert [row[0] for row in rows_of(page(beaten), "the frontier")] == ["", "the plan", ""]
 
 
 def test_the_picture_has_every_policy_and_the_budget():
@@ -119,8 +124,8 @@ def test_unbeaten_points():
 
 def test_a_host_budget_counts():
     text = page(plan(host_budget=24 * MIB))
-    assert [row[4] for row in rows_of(text, "the frontier")] == ["over on the host", "within", "over"]
-    assert [row[5] for row in rows_of(text, "the named policies")] == ["within", "over"]
+    assert [row[6] for row in rows_of(text, "the frontier")] == ["over on the host", "within", "over"]
+    assert [row[6] for row in rows_of(text, "the named policies")] == ["within", "over"]
     says = re.findall('data-says="(.*?)"', text)
     assert [sentence.partition("; ")[2] for sentence in says] == ["over the budget of host memory", "", "over the budget"]
     assert "host memory" not in "".join(re.findall('data-says=".*?; (.*?)"', page(plan())))

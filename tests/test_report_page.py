@@ -95,9 +95,13 @@ def layers(tab: Tab) -> str:
 
 
 def ring(tab: Tab) -> list[str]:
-    """The position of the picture's ring."""
+    """The position of the picture's dashed ring. The ring around the plan stays where it is."""
     place = "[one.getAttribute('cx'), one.getAttribute('cy')]"
-    return tab.value(f"(one => {place})(document.querySelector(\"#frontier .broad [data-series='the plan'] circle\"))")
+    wide = "document.querySelector('#frontier .broad')"
+    fixed = tab.value(f"(one => {place})({wide}.querySelector(\"[data-series='the plan'] circle\"))")
+    marks = f"[...{wide}.querySelectorAll(\"[data-series='frontier'] circle\")]"
+    assert fixed == tab.value(f"(one => {place})({marks}[1])")
+    return tab.value(f"(one => {place})({wide}.querySelector('.selected'))")
 
 
 def test_the_slider_moves_along_the_frontier(tab: Tab) -> None:

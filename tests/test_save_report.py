@@ -122,24 +122,23 @@ def test_the_bars_add_up_to_the_bytes(page):
 def test_the_plan_and_its_frontier_are_in_it(page):
     assert '<input id="at" type="range" min="0" max="2" step="1" value="1">' in page and "the budget (6.0 MiB)" in page
     rows = Tables(page).tables["the frontier"][1:]
-    assert [(int(row[0][0]), int(row[1][0]), float(row[2][0])) for row in rows] == [
+    assert [row[0][1] for row in rows] == ["", "the plan", ""] and {row[5][1] for row in rows} == {"traced"}
+    assert [(int(row[1][0]), int(row[2][0]), float(row[4][0])) for row in rows] == [
         (point.device_bytes, point.host_bytes, point.seconds) for point in PLAN.frontier
     ]
-    assert [row[4][1] for row in rows] == ["within", "within", "over"]
+    assert [row[6][1] for row in rows] == ["within", "within", "over"]
     # A predicted named policy that this page compiled is shown as compiled; one that was not compiled stays predicted.
     named = table(page, "the named policies")
-    assert (
-        int(named["off"]["device"][0]) == rj.measure(JOB, "off", "cpu").device_bytes and named["off"]["status"][1] == "compiled"
-    )
-    assert named["everything"]["status"][1] == "predicted"
+    assert int(named["off"]["device"][0]) == rj.measure(JOB, "off", "cpu").device_bytes
+    assert [named[name]["memory"][1] for name in ("off", "everything")] == ["compiled", "predicted"]
     assert "recomputing it takes" in page
 
 
 def test_a_budget_is_planned_within(tmp_path):
     text = rj.save_report(tmp_path / "report.html", JOB, ["full"], "cpu", plan="20 MiB").read_text()
     rows = table(text, "policies compared")
-    (planned,) = (row for row in Tables(text).tables["the frontier"] if row[3][1].endswith("the plan"))
-    assert "Fits: within the budget, 20.0 MiB" in text and planned[0][0] == rows["the plan"]["device"][0]
+    (planned,) = (row for row in Tables(text).tables["the frontier"] if row[0][1] == "the plan")
+    assert "Fits: within the budget, 20.0 MiB" in text and planned[1][0] == rows["the plan"]["device"][0]
     # Everything fits. In a scan keeping all of it is not the fastest step.
     assert int(rows["the plan"]["device"][0]) < rj.measure(JOB, "off", "cpu").device_bytes
     assert float(rows["the plan"]["over keeping all"][0]) < 0 and list(rows) == ["full", "the plan"]
@@ -205,7 +204,7 @@ def test_traps_and_what_offload_did_are_told():
     report = gather(inside, ["offload_inputs"], "cpu")
     offered = rj.residuals(inside, "offload_inputs").host_bytes
     ((policy, *sizes, _),) = offload_rows(report.policies)
-    assert offered > 0 and (policy, *sizes[:2]) == ("offload_inputs", offered, 0) and cell(report, 0, "step") is None
+    assert offered > 0 and (policy, *sizes[:2]) == ("offload_inputs", offered, 0) and cell(report, 0, "step").seconds is None
     warning, *_ = warnings(report.policies)
     assert warning.under == "offload_inputs" and "a CPU has one memory" in warning.problem
     assert any("No time is estimated for offload_inputs" in note for note in notes(report))
@@ -214,12 +213,12 @@ def test_traps_and_what_offload_did_are_told():
 def test_what_is_miscompiled_is_not_called_the_fastest():
     report = gather(JOB, ["off", "full"], "cpu", plan=plan_for(JOB, budget=2**40))
     off, full, planned = report.policies
-    assert "The fastest policy within the budget (1.0 TiB) is full:" in summary(report)[1]
+    assert "Beside the plan, the fastest policy within the budget (1.0 TiB) is full:" in summary(report)[2]
     wrong = Finding("miscompiled_offload", "off", "", "gradients are wrong", "unroll the layers")
     report.policies[1] = replace(full, diagnosis=replace(full.diagnosis, findings=(wrong,)))
-    assert "The fastest policy within the budget (1.0 TiB) is off:" in summary(report)[1]
+    assert "Beside the plan, the fastest policy within the budget (1.0 TiB) is off:" in summary(report)[2]
     report.policies[:] = [replace(off, diagnosis=replace(off.diagnosis, findings=(wrong,))), planned]
-    assert summary(report)[1] == "No policy that is safe to run is within the budget (1.0 TiB)."
+    assert summary(report)[2] == "No policy that is safe to run is within the budget (1.0 TiB)."
     # The plan's own host budget applies to the other policies.
     away = replace(full, memory=replace(full.memory, host_bytes=2))
     report.policies[1:] = [away, planned]

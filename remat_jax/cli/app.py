@@ -63,9 +63,7 @@ def policies(as_json: Json = False) -> None:
         ]
         also = [f" (also called {', '.join(row['aliases'])})" if row["aliases"] else "" for row in rows]
         cells = [(row["name"], row["text"], f"{row['meaning']}{more}") for row, more in zip(rows, also, strict=True)]
-        policy_table = table("Policies", ("name", "text", "what it does"), cells)
-        for column in policy_table.columns[:2]:
-            column.no_wrap = True
+        policy_table = table("Policies", ("name", "text", "what it does"), cells, optional=("text",))
         answer.show(policy_table, _GRAMMAR)
         answer.data({"policies": rows})
 
@@ -79,7 +77,8 @@ def targets(as_json: Json = False) -> None:
             for described in listed
         ]
         columns = ("name", "memory", "memory rate", "to the host, each way", "bfloat16", "description")
-        answer.show(table("Targets", columns, cells, caption=_RATES), _SEVERAL)
+        narrow = ("to the host, each way", "memory rate", "bfloat16")
+        answer.show(table("Targets", columns, cells, caption=_RATES, optional=narrow), _SEVERAL)
         answer.data({"targets": [entry.to_dict() for entry in listed]})
 
 

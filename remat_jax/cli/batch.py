@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from remat_jax import compat
-from remat_jax.cli.output import Json, answering, check_folder, progress
-from remat_jax.cli.workloads import MeshOption, WorkloadArgument, load_function
+from remat_jax.cli.output import DEFAULT_TARGET, Json, answering, check_file, progress
+from remat_jax.cli.workloads import MeshOption, TargetOption, WorkloadArgument, load_function
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.devices import check_size
@@ -26,7 +26,7 @@ def batch(
     budget: Annotated[
         str, typer.Option("--budget", "-b", help="Device memory: 40GiB, '38 GB', bytes, or a share of the target's: 80%, 0.8.")
     ],
-    target: Annotated[str, typer.Option(help="The target to plan and compile for; see remat-jax targets.")],
+    target: TargetOption = DEFAULT_TARGET,
     sizes: Annotated[
         str | None,
         typer.Option("--batches", metavar="N,N,…", help="The batch sizes. Default: 1, 2, 4, … and the largest that fits."),
@@ -50,7 +50,7 @@ def batch(
         device, host = budget_bytes(budget, described), host_budget_bytes(host_budget)
         listed = None if sizes is None else _written(sizes)
         check_timeout(timeout)
-        check_folder("save", save)
+        check_file("save", save)
         divided = None if mesh is None else as_mesh(mesh)
         if divided is not None:
             check_size(divided, described, f"mesh={mesh!r}")

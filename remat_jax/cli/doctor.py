@@ -7,10 +7,19 @@ from typing import Annotated
 import typer
 
 from remat_jax import compat
-from remat_jax.cli.output import FAILED, Answer, Json, answering, progress
-from remat_jax.cli.workloads import POLICY_HELP, WORKLOAD, ArgsOption, MeshOption, check_policy, load_on_mesh, read_policy
-from remat_jax.diagnosis import doctor as diagnose
+from remat_jax.cli.output import DEFAULT_TARGET, FAILED, Answer, Json, answering, progress
+from remat_jax.cli.workloads import (
+    POLICY_HELP,
+    WORKLOAD,
+    ArgsOption,
+    MeshOption,
+    check_policy,
+    is_plan,
+    load_on_mesh,
+    read_policy,
+)
 from remat_jax.diagnosis import environment
+from remat_jax.diagnosis.doctor import checked_target, diagnose
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, check_timeout
@@ -21,9 +30,8 @@ def doctor(
     workload: Annotated[str | None, WORKLOAD] = None,
     policy: Annotated[str, typer.Option("--policy", "-p", help=f"{POLICY_HELP}; off checks the model as it is.")] = "off",
     target: Annotated[
-        str | None,
-        typer.Option(help="A GPU or TPU to compile for (remat-jax targets). Default: trace, and compile nothing."),
-    ] = None,
+        str, typer.Option(help="A GPU or TPU to compile for; see remat-jax targets. With none, trace, and compile nothing.")
+    ] = DEFAULT_TARGET,
     mesh: MeshOption = None,
     args: ArgsOption = None,
     timeout: Annotated[float, typer.Option(help="Time limit of each compilation in seconds.")] = DEFAULT_TIMEOUT,
@@ -42,11 +50,12 @@ def doctor(
         # Check the arguments before the user's file runs, which may take long.
         check_policy(policy)
         check_timeout(timeout)
-        described = target_named(target) if target is not None else None
+        described = target_named(target) if target != "none" else None
         job = load_on_mesh(workload, mesh, described, args, answer)
         with progress() as show_step:
             show_step(f"{job.name}: tracing" + (f", then compiling for {described.name}" if described else ""), 0, 1)
-            diagnosis = diagnose(job, read_policy(policy, job), described, timeout)
+            named = policy if is_plan(policy) else None
+            diagnosis = diagnose(job, read_policy(policy, job), checked_target(job, described, timeout), timeout, name=named)
         answer.show(diagnosis)
         answer.data(diagnosis.to_dict())
     if not diagnosis.ok:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from remat_jax.cli.output import Answer, Json, answering, check_picture, progress, writing
+from remat_jax.cli.output import DEFAULT_TARGET, Answer, Json, answering, check_picture, progress, writing
 from remat_jax.cli.workloads import (
     POLICY_HELP,
     ArgsOption,
@@ -36,6 +36,9 @@ from remat_jax.policy import is_off
 from remat_jax.report import format_bytes, table
 from remat_jax.report.stacked_bars import module_memory_figure
 
+NARROW = ("temp", "kept: host", "kept: device", "host")
+"""The columns that a narrow table leaves out, in this order."""
+
 # A progress line shows at most this number of letters of a policy.
 _MOST_LETTERS = 60
 
@@ -46,7 +49,7 @@ def measure(
         list[str] | None,
         typer.Option("--policy", "-p", help=f"{POLICY_HELP}; repeat the option for several policies. Default: off and full."),
     ] = None,
-    target: TargetOption = "cpu",
+    target: TargetOption = DEFAULT_TARGET,
     mesh: MeshOption = None,
     args: ArgsOption = None,
     memory_limit: Annotated[
@@ -155,7 +158,7 @@ def _title(reports: Sequence[MemoryReport]) -> str:
 def _show(answer: Answer, target: Target, reports: Sequence[MemoryReport]) -> None:
     columns = ("policy", "device", "temp", "host", "kept: device", "kept: host", "offload freed")
     rows = [_cells(report) for report in reports]
-    answer.show(table(_title(reports), columns, rows, caption=_caption(target, reports)), *_exchanges(reports))
+    answer.show(table(_title(reports), columns, rows, caption=_caption(target, reports), optional=NARROW), *_exchanges(reports))
     policies_by_warning: dict[str, list[str]] = {}
     for report in reports:
         for warning in report.warnings:

@@ -10,23 +10,33 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from remat_jax.errors import ArgumentError, CompileError, InfeasibleBudget, RematError, UnsupportedError
+from remat_jax.errors import (
+    ArgumentError,
+    CompileError,
+    InfeasibleBudget,
+    RematError,
+    UnsupportedArgumentError,
+    UnsupportedError,
+)
+from remat_jax.overview.save import checked_path
 from remat_jax.reading import visible
+from remat_jax.report.progress import progress_bar
 from remat_jax.report.svg import FORMATS
 from remat_jax.report.tables import SafeConsole
 from remat_jax.warning import silenced
 
-FAILED, BAD_USAGE, INFEASIBLE = 1, 2, 3
+FAILED, BAD_USAGE, INFEASIBLE, INTERRUPTED = 1, 2, 3, 130
 _WIDTH_WITHOUT_TERMINAL = 120
+DEFAULT_TARGET = "h200"
+"""The target of every command that compiles."""
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else there.")]
 
 _PLAIN = {"−": "-", "–": "-", "—": "-", "×": "x", "≤": "<=", "≥": ">=", "→": "->", "…": "...", "µ": "u", "·": ".", "█": "#"}
@@ -38,12 +48,10 @@ def check_picture(plot: Path | None) -> None:
         raise ArgumentError(f"plot={str(plot)!r}: pictures are written as SVG; expected a name that ends in .svg")
 
 
-def check_folder(option: str, path: Path | None) -> None:
-    """Check that a file's folder exists before minutes of compiling."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ArgumentError(
-            f"{option}={str(path)!r}: there is no folder {path.absolute().parent}; create it, or give another file"
-        )
+def check_file(option: str, path: Path | None) -> None:
+    """Check that a file can be written before minutes of compiling."""
+    if path is not None:
+        checked_path(path, option, f"{option}.json" if option == "save" else f"{option}.html")
 
 
 @contextlib.contextmanager
@@ -138,29 +146,16 @@ def answering(as_json: bool) -> Iterator[Answer]:
         except InfeasibleBudget as error:
             answer.error(str(error), INFEASIBLE, least_bytes=error.least_bytes, held_by=error.held_by)
         except RematError as error:
-            answer.error(str(error), FAILED if isinstance(error, CompileError | UnsupportedError) else BAD_USAGE)
+            is_usage = isinstance(error, UnsupportedArgumentError) or not isinstance(error, CompileError | UnsupportedError)
+            answer.error(str(error), BAD_USAGE if is_usage else FAILED)
 
 
-@contextlib.contextmanager
-def progress() -> Iterator[Callable[[str, int, int], None]]:
+def progress() -> contextlib.AbstractContextManager[Callable[[str, int, int], None]]:
     """A progress bar on standard error; without a terminal, a line for each step that begins.
 
     The context's value is a function to call with the current step's name, the number of steps done, and the number of steps.
     """
-    screen = console(stderr=True)
-    columns = (BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
-    with Progress(
-        *columns, TextColumn("{task.description}", markup=False), console=screen, transient=True, disable=not screen.is_terminal
-    ) as bar:
-        bar.add_task("", total=None)
-        (task,), began = bar.tasks, time.monotonic()
-
-        def show_step(step: str, done: int, total: int) -> None:
-            if bar.disable and step != task.description:
-                screen.print(f"[{done}/{total}, {time.monotonic() - began:.0f} s] {step}", markup=False)
-            bar.update(task.id, description=step, completed=done, total=total)
-
-        yield show_step
+    return progress_bar(console(stderr=True))
 
 
 def finite(value: Any) -> Any:

@@ -7,8 +7,18 @@ from typing import Annotated
 
 import typer
 
-from remat_jax.cli.output import Answer, Json, answering, check_folder, check_picture, progress, writing
-from remat_jax.cli.workloads import ArgsOption, MeshOption, WorkloadArgument, load_on_mesh
+from remat_jax.cli.output import (
+    DEFAULT_TARGET,
+    INTERRUPTED,
+    Answer,
+    Json,
+    answering,
+    check_file,
+    check_picture,
+    progress,
+    writing,
+)
+from remat_jax.cli.workloads import ArgsOption, MeshOption, TargetOption, WorkloadArgument, load_on_mesh
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT
 from remat_jax.planning.changes import CHANGES, checked
@@ -24,7 +34,7 @@ def plan(
     budget: Annotated[
         str, typer.Option("--budget", "-b", help="Device memory: 40GiB, '38 GB', bytes, or a share of the target's: 80%, 0.8.")
     ],
-    target: Annotated[str, typer.Option(help="The target to plan and compile for; see remat-jax targets.")],
+    target: TargetOption = DEFAULT_TARGET,
     mesh: MeshOption = None,
     args: ArgsOption = None,
     host_budget: Annotated[str | None, typer.Option(help="Host memory: 64GiB, or 0 for no offload. Default: no limit.")] = None,
@@ -44,23 +54,33 @@ def plan(
 
     FILE:FUNCTION names a training step (with --args), or a function without arguments that returns a remat_jax.Workload. No GPU
     is needed or used. If nothing fits, the exit status is 3, and the error gives the smallest memory that was reached and its
-    largest parts.
+    largest parts. Ctrl-C ends the search: the best plan so far is shown and saved, and the exit status is 130.
     """
     with answering(as_json) as answer:
         # Check the arguments before the user's file runs, which may take long.
         described = target_named(target)
         device, host, allowed = budget_bytes(budget, described), host_budget_bytes(host_budget), checked(allow or ())
         for option, path in (("save", save), ("html", html), ("plot", plot)):
-            check_folder(option, path)
+            check_file(option, path)
         check_picture(plot)
         job = load_on_mesh(workload, mesh, described, args)
-        with progress() as show_step:
-            made = make_plan(job, device, described, host, allow=allowed, timeout=timeout, progress=show_step)
+        is_whole = True
+        try:
+            with progress() as show_step:
+                made = make_plan(job, device, described, host, allow=allowed, timeout=timeout, progress=show_step)
+        except KeyboardInterrupt as error:
+            if (best := getattr(error, "plan", None)) is None:
+                raise
+            made, is_whole = best, False
         answer.show(plan_table(made), named_table(made), *filter(None, [beyond_table(made)]), next_gib(made), *made.notes)
         if explain:
             answer.show("", made.explain())
         written = _write(made, save, html, plot, answer)
+        if not is_whole and not written:
+            answer.remark("Nothing was saved. With --save FILE, Ctrl-C saves the best plan so far.")
         answer.data({**made.to_dict(), **written})
+        if not is_whole:
+            raise typer.Exit(INTERRUPTED)
 
 
 def _write(made: Plan, save: Path | None, html: Path | None, plot: Path | None, answer: Answer) -> dict[str, str]:

@@ -7,15 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from remat_jax.cli.output import FAILED, Answer, Json, answering, progress
+from remat_jax.cli.output import DEFAULT_TARGET, FAILED, Answer, Json, answering, progress
 from remat_jax.cli.parity import parity_report
 from remat_jax.cli.workloads import ArgsOption, MeshOption, TargetOption, WorkloadArgument, load_on_mesh
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.devices import check_devices
-from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, check_timeout
+from remat_jax.memory.compile.options import check_timeout
 from remat_jax.overview.compared import Compared, Gathered
-from remat_jax.overview.save import check_plan, checked_path, checked_policies, gather, write_page
+from remat_jax.overview.save import REPORT_TIMEOUT, check_plan, checked_path, checked_policies, gather, write_page
 from remat_jax.parity.case import require_torch
 from remat_jax.planning.check_budget import budget_bytes
 from remat_jax.planning.plan import Plan
@@ -33,7 +33,7 @@ def report(
             help="A name or a text; repeat the option for several policies. Default: the usual named policies.",
         ),
     ] = None,
-    target: TargetOption = "h200",
+    target: TargetOption = DEFAULT_TARGET,
     mesh: MeshOption = None,
     args: ArgsOption = None,
     budget: Annotated[
@@ -45,9 +45,9 @@ def report(
     parity: Annotated[
         str | None, typer.Option(metavar="FILE:FUNCTION", help="Also compare with PyTorch: a case as for remat-jax parity.")
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Time limit in seconds of compiling all policies, and of planning.")] = (
-        DEFAULT_TIMEOUT
-    ),
+    timeout: Annotated[
+        float, typer.Option(help="Time limit in seconds, without --parity; half of it for a plan.")
+    ] = REPORT_TIMEOUT,
     as_json: Json = False,
 ) -> None:
     """Write one HTML page of a workload: policies side by side, memory by module, the plan with its frontier, parity, traps.
@@ -86,7 +86,7 @@ def report(
 def _show(answer: Answer, gathered: Gathered, where: Path) -> None:
     title = f"{gathered.workload.name}: one training step compiled for {gathered.target.name}"
     columns = ("policy", "device", "host", "step", "traps")
-    answer.show(table(title, columns, [_cells(policy) for policy in gathered.policies]))
+    answer.show(table(title, columns, [_cells(gathered, policy) for policy in gathered.policies], optional=("host",)))
     for name, why in gathered.left_out.items():
         answer.show(f"Left out: {name}: {why}")
     if gathered.parity is not None:
@@ -94,7 +94,12 @@ def _show(answer: Answer, gathered: Gathered, where: Path) -> None:
     answer.show(f"Report: {where}")
 
 
-def _cells(policy: Compared) -> tuple[Any, ...]:
+def _cells(gathered: Gathered, policy: Compared) -> tuple[Any, ...]:
     sizes = (format_bytes(policy.memory.device_bytes), format_bytes(policy.memory.host_bytes))
-    traps = ", ".join(dict.fromkeys(finding.trap for finding in policy.diagnosis.findings))
-    return policy.name, *sizes, format_estimate(policy.seconds, bool(policy.memory.assumed_rates)), traps or "none"
+    traps = ", ".join(dict.fromkeys(finding.trap for finding in policy.traps))
+    return (
+        policy.name,
+        *sizes,
+        format_estimate(policy.seconds, bool(gathered.assumed_rates)),
+        traps or ("none" if policy.is_searched else "not finished"),
+    )

@@ -25,6 +25,8 @@ _MIXING = frozenset({"and", "div", "mul", "select_n"})
 _ROUTING = frozenset({"approx_top_k", "sort", "top_k"})
 # Primitives after which a value is no longer the same array of logits or scores.
 _OTHER_ARRAYS = frozenset({"argmax", "argmin", "conv_general_dilated", "cumsum", "cumlogsumexp", "dot_general"})
+# Primitives that keep scores plain for a kernel are linear, or choose between scores and a constant. These do neither.
+_BENDING = frozenset({"erf", "integer_pow", "logistic", "sin", "tanh"})
 _CUDNN_DTYPES = frozenset({"bfloat16", "float16"})
 _CUDNN_FEATURES = 128
 
@@ -41,7 +43,8 @@ class SoftmaxProduct:
       source: the user's source line of the matmul.
       read: the number of elements that the softmax reads: all of them, or fewer if the loss leaves out the last token.
       classes: the length of the dimension that the softmax sums over.
-      suits_cudnn: whether cuDNN's attention takes queries and keys of this dtype and size.
+      needs: what a kernel must do beside scaling and masking the scores, such as `tanh of the scores`; empty if nothing.
+      cudnn_refuses: what cuDNN's attention does not take, such as `float32`; empty if it takes everything.
     """
 
     is_head: bool
@@ -50,7 +53,8 @@ class SoftmaxProduct:
     source: str
     read: int
     classes: int
-    suits_cudnn: bool
+    needs: str = ""
+    cudnn_refuses: str = ""
 
     @property
     def elements(self) -> int:
@@ -71,6 +75,7 @@ class TracedProduct:
       classes: the same, if the sum makes a softmax; 0 if there is no softmax.
       mixed: the matmuls that multiply the softmax by other values, each with the position of these values.
       other_uses: whether the softmax is changed before it is mixed (dropout), selects values (routing), or is returned.
+      bent: the primitives other than scaling and masking that the softmax's argument has gone through.
     """
 
     eqn: Any
@@ -81,6 +86,7 @@ class TracedProduct:
     classes: int = 0
     mixed: list[tuple[Any, int]] = field(default_factory=list)
     other_uses: bool = False
+    bent: list[str] = field(default_factory=list)
 
     @property
     def is_batched(self) -> bool:
@@ -101,11 +107,44 @@ class TracedProduct:
         """The matmul as plain data."""
         paths = [each.split("/") for each in (self.path, *(module for _, module in self.exponentials))]
         shared, read = "/".join(os.path.commonprefix(paths)), max(size for size, _ in self.exponentials)
-        features = math.prod(self.eqn.invars[0].aval.shape[dim] for dim in self.eqn.params["dimension_numbers"][0][0])
-        dtypes = {str(atom.aval.dtype) for atom in self.eqn.invars}
-        suits_cudnn = len(dtypes) == 1 and dtypes <= _CUDNN_DTYPES and features <= _CUDNN_FEATURES and features % 8 == 0
         source, shape = compat.source_line(self.eqn), tuple(self.eqn.outvars[0].aval.shape)
-        return SoftmaxProduct(self.is_head, shape, shared, source, read, self.classes, suits_cudnn)
+        return SoftmaxProduct(
+            self.is_head,
+            shape,
+            shared,
+            source,
+            read,
+            self.classes,
+            self._needs(),
+            "" if self.is_head else self._cudnn_refuses(),
+        )
+
+    @property
+    def _features(self) -> int:
+        return math.prod(self.eqn.invars[0].aval.shape[dim] for dim in self.eqn.params["dimension_numbers"][0][0])
+
+    def _needs(self) -> str:
+        if self.bent:
+            return f"{' and '.join(dict.fromkeys(self.bent))} of the scores"
+        for eqn, place in self.mixed:
+            contracted, batch = (sides[place] for sides in eqn.params["dimension_numbers"])
+            listed = {*contracted, *batch}
+            if math.prod(size for dim, size in enumerate(eqn.invars[place].aval.shape) if dim not in listed) != self._features:
+                return "values with another number of features than the keys"
+        return ""
+
+    def _cudnn_refuses(self) -> str:
+        """What JAX's check of a backward pass through cuDNN does not take, with or without a mask."""
+        dtypes = sorted({str(atom.aval.dtype) for atom in self.eqn.invars})
+        if len(dtypes) > 1 or dtypes[0] not in _CUDNN_DTYPES:
+            return " and ".join(dtypes)
+        if self._features > _CUDNN_FEATURES or self._features % 8:
+            return f"{self._features} features of a head"
+        rows = list(self.eqn.outvars[0].aval.shape[len(self.eqn.params["dimension_numbers"][1][0]) :])
+        if self.classes in rows:
+            rows.remove(self.classes)
+        # Query heads that share a key head are a dimension beside the queries.
+        return "odd lengths" if self.classes % 2 or max(rows, default=0) % 2 else ""
 
 
 def softmax_products(jaxpr: Any) -> tuple[SoftmaxProduct, ...]:
@@ -199,6 +238,8 @@ def _roles(eqn: Any, name: str, operands: Sequence[_Value], module: str) -> Iter
                     yield role, product
                 continue
             product.other_uses |= name in _ROUTING or meets_random
+            if role == _RESULT and name in _BENDING:
+                product.bent.append(name)
             if name in ("exp", "exp2") and role == _RESULT:
                 product.exponentials.append((_size(eqn.outvars[0]), module))
                 yield _EXPONENTIAL, product

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,18 +92,27 @@ _SCHEDULER = "--xla_gpu_enable_latency_hiding_scheduler"
 _SCHEDULER_FLAG = re.compile(_SCHEDULER + r"(?:=(\S+))?(?=\s|$)")
 
 
-def compiled_traps(observed: Observed, report: MemoryReport, target: Target, timeout: float) -> Iterator[Finding]:
-    """The traps that show in the step compiled for the GPU or TPU `target`."""
+def compiled_traps(
+    observed: Observed, report: MemoryReport, target: Target, timeout: float, ends: float = math.inf
+) -> Iterator[Finding]:
+    """The traps that show in the step compiled for the GPU or TPU `target`.
+
+    Each compilation ends after `timeout` seconds, and all end at `ends` of `time.monotonic`. Raises CompileError at either.
+    """
+
+    def left() -> float:
+        return max(1.0, min(timeout, ends - time.monotonic()))
+
     yield from offload_came_to_nothing(observed, report)
-    yield from frees_nothing(observed, report, target, timeout)
+    yield from frees_nothing(observed, report, target, left())
     yield from host_memory(report)
     yield from last_block_offloaded(observed, target)
     if not backend_of(target).has_gpu_flags:
         return
     yield from pinned_pool(observed, report.host_bytes_per_host)
-    yield from xla_rematerialization(observed, report, target, timeout)
-    yield from latency_hiding_scheduler(observed, report, target, timeout)
-    yield from copies_not_hidden(observed, report, target, timeout)
+    yield from xla_rematerialization(observed, report, target, left())
+    yield from latency_hiding_scheduler(observed, report, target, left())
+    yield from copies_not_hidden(observed, report, target, left())
 
 
 def offload_came_to_nothing(observed: Observed, report: MemoryReport) -> Iterator[Finding]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 from remat_jax.apply.scope import BlockPolicies
@@ -20,9 +22,10 @@ from remat_jax.diagnosis.policies import (
 )
 from remat_jax.diagnosis.structure import nested_checkpoint, overruled_policy, remat_scan_of_one_length, traced_flag
 from remat_jax.diagnosis.watch import observe
-from remat_jax.errors import ArgumentError
+from remat_jax.errors import ArgumentError, CompileError
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
+from remat_jax.memory import MemoryReport
 from remat_jax.memory.advice import Advice
 from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.devices import check_devices
@@ -103,6 +106,11 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     >>> [finding.trap for finding in doctor(job, "save: attention_out").findings]
     ['unmatched_name']
     """
+    return diagnose(workload, policy, checked_target(workload, target, timeout), timeout)
+
+
+def checked_target(workload: Workload, target: str | Target | None, timeout: float) -> Target | None:
+    """The target of `doctor`, after a check of its arguments."""
     if not isinstance(workload, Workload):
         raise ArgumentError(f"workload={workload!r}: expected a remat_jax.Workload")
     check_timeout(timeout)
@@ -113,23 +121,51 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
         )
     if described is not None:
         check_devices(workload, described)
-    target_name = None if described is None else described.name
+    return described
+
+
+@silenced()
+def diagnose(
+    workload: Workload,
+    policy: Any,
+    target: Target | None,
+    timeout: float,
+    *,
+    name: str | None = None,
+    report: MemoryReport | None = None,
+    ends: float = math.inf,
+) -> Diagnosis:
+    """`doctor` for checked arguments. The diagnosis calls the policy `name`, by default its text.
+
+    With `report`, the measurement of the step, the diagnosis has no advice. The compilations then end at `ends` of
+    `time.monotonic`, and `cut_short` says whether they were all done.
+    """
+    target_name = None if target is None else target.name
     undefined = _undefined(workload, policy)
     if undefined:
         return Diagnosis(workload.name, "None", target_name, merged(undefined), 0)
     policies, text = _policies(workload, policy)
+    text = name or text
     replaced = workload.replaced_checkpoints if policies is not None else 0
     observed = observe(workload, policies)
     findings = [finding for trap in TRAPS for finding in trap(observed)]
     is_refused = policies is not None and bool(REFUSED & {finding.trap for finding in findings})
     advice: tuple[Advice, ...] = ()
-    if described is not None and not is_refused:
-        report = measure(workload, observed.policy, described, timeout)
-        findings += compiled_traps(observed, report, described, timeout)
-        advice = compiled_advice(workload, observed.policy, report, described, timeout)
-    else:
+    cut_short = False
+    if target is None or is_refused:
         findings += pinned_pool(observed)
-    return Diagnosis(workload.name, text, target_name, merged(findings), len(observed.regions), replaced, advice)
+    elif report is None:
+        measured = measure(workload, observed.policy, target, timeout)
+        measured = replace(measured, policy=name or measured.policy)
+        findings += compiled_traps(observed, measured, target, timeout)
+        advice = compiled_advice(workload, observed.policy, measured, target, timeout)
+    else:
+        try:
+            for finding in compiled_traps(observed, report, target, timeout, ends):
+                findings.append(finding)
+        except CompileError:
+            cut_short = True
+    return Diagnosis(workload.name, text, target_name, merged(findings), len(observed.regions), replaced, advice, cut_short)
 
 
 def _undefined(workload: Workload, policy: Any) -> list[Finding]:

@@ -44,6 +44,7 @@ class Diagnosis:
       regions: the number of different checkpointed regions; equal blocks, and the layers of a scan, count once.
       replaced_checkpoints: the number of the model's own checkpoints that the policy replaced.
       advice: changes other than a policy that would reduce memory; empty without a target, or if the policy is refused.
+      cut_short: whether a timeout ended the search for traps that only compiling shows. `doctor` raises instead.
     """
 
     workload: str
@@ -53,6 +54,7 @@ class Diagnosis:
     regions: int
     replaced_checkpoints: int = 0
     advice: tuple[Advice, ...] = ()
+    cut_short: bool = False
 
     @property
     def ok(self) -> bool:

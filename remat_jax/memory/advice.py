@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from remat_jax import compat
 from remat_jax.core.softmax_products import SoftmaxProduct, softmax_products
+from remat_jax.errors import PlanningError
 from remat_jax.hardware import Target
 from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.sizes import Sizes
@@ -107,13 +109,12 @@ class _Adviser:
         chunked = f"rj.in_chunks(head_loss, {CHUNKS}, axis=…), a head and its loss in {CHUNKS} chunks"
         heads, scores = ([each for each in self.products if each.is_head is is_head] for is_head in (True, False))
         yield from self._products(HEAD, "logits", heads, 1 / CHUNKS, chunked)
-        yield from self._products(
-            SCORES,
-            "attention scores",
-            scores,
-            0,
-            backend_of(self.target).attention_kernel(suits_cudnn=all(product.suits_cudnn for product in scores)),
+        needs, refused = (
+            " and ".join(dict.fromkeys(filter(None, texts)))
+            for texts in ([product.needs for product in scores], [product.cudnn_refuses for product in scores])
         )
+        kernel = backend_of(self.target).attention_kernel(needs=needs, cudnn_refuses=refused)
+        yield from self._products(SCORES, "attention scores", scores, 0, kernel)
         yield from self._state()
         yield from self._micro_batches()
         yield from self._donation()
@@ -190,12 +191,24 @@ class _Adviser:
         trained = jax.tree.leaves(self.arguments.get("parameters", ()))
         sums = sum(max(4 * math.prod(leaf.shape), compat.array_bytes(leaf.shape, leaf.dtype)) for leaf in trained)
         held = sum(buffer.nbytes for buffer in self.sizes.live if self._is_activation(buffer))
+        if saved - sums < LEAST * self.sizes.device:
+            return  # checking the loss would trace it again
+        by_hand = (
+            f"rj.accumulate_gradients(sums, {MICRO_BATCHES}), where sums(params, *batch) returns the sum of the losses and the "
+            "number of targets"
+        )
+        mixed = mixed_examples(self.workload)
+        how = by_hand if mixed else f'rj.plan(…, allow="micro_batches"), or {by_hand}'
+        effect = (
+            f"The step then computes another function, unless the loss is written over independent examples: {mixed}"
+            if mixed
+            else "The loss is a sum or a mean over examples, so the function stays the same"
+        )
         why = (
             f"{format_bytes(held)} at the peak are activations; {MICRO_BATCHES} micro-batches halve them, and the sums of "
-            f"gradients add {format_bytes(sums)}. The function stays the same if the loss is a sum or a mean over examples; it "
-            "changes if examples share a statistic or are compared (BatchNorm, a contrastive loss)"
+            f"gradients add {format_bytes(sums)}. {effect}"
         )
-        yield Advice(MICRO, saved - sums, f"rj.accumulate_gradients(loss, {MICRO_BATCHES})", why)
+        yield Advice(MICRO, saved - sums, how, why)
 
     def _is_activation(self, buffer: LiveBuffer) -> bool:
         is_computed = buffer.phase in ("forward", "recomputed", "backward") or self._is_unnamed(buffer)
@@ -236,13 +249,20 @@ class _Adviser:
             is_gradient = buffer.phase in ("backward", "other", RESULT) and _elements(buffer.shape) in of_trained
             return 0.5 if is_gradient or (buffer.phase == "argument" and is_narrowed) else 1.0
 
-        how = "params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params); bfloat16 rounds small updates away"
+        how = f"{self._in_bfloat16()}; bfloat16 rounds small updates away"
         parts = " and ".join(["the gradients", *(["the optimizer's state"] if state else [])])
         whose = "" if len(trained) == len(wide) else f" of the {format_bytes(device_bytes(trained))} that are trained"
         why = f"{format_bytes(device_bytes(wide))} of parameters are float32" + (
             f", and so are {parts}{whose}" if trained else ""
         )
         yield Advice(DTYPE, self._saved(share), how, why)
+
+    def _in_bfloat16(self) -> str:
+        """The code that casts the parameters, which may have integers among them."""
+        cast = "lambda leaf: leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf"
+        if isinstance(self.workload.params, nnx.State):
+            return f"nnx.update(model, jax.tree.map({cast}, nnx.state(model, nnx.Param)))"
+        return f"params = jax.tree.map({cast}, params)"
 
     def _state_follows(self) -> bool:
         if self.workload.optimizer is None or "parameters" not in self.arguments:
@@ -282,6 +302,16 @@ def _takes(workload: Workload, params: Any, batch: tuple[Any, ...]) -> bool:
 def _takes_micro_batches(workload: Workload) -> bool:
     """Whether the loss takes a batch with fewer rows."""
     return _takes(workload, workload.params, workload.in_micro_batches(MICRO_BATCHES).batch)
+
+
+def mixed_examples(workload: Workload) -> str:
+    """Why the traced loss is not shown to be a sum or a mean over examples; empty if it is."""
+    step = workload.in_micro_batches(MICRO_BATCHES).step("off")
+    try:
+        jax.eval_shape(step.function, *step.arguments)
+    except PlanningError as error:
+        return str(error)
+    return ""
 
 
 def micro_batches_divide(workload: Workload, local_arguments: tuple[Any, ...]) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from remat_jax.diagnosis import doctor
-from remat_jax.diagnosis.findings import Diagnosis
+from remat_jax.diagnosis.doctor import diagnose
+from remat_jax.diagnosis.findings import Diagnosis, Finding
 from remat_jax.errors import BlockError, CompileError, PlanningError, PolicyError, RematError, TargetError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory import MemoryReport, residuals
@@ -21,7 +21,8 @@ from remat_jax.memory.measure import measure_many, numbered
 from remat_jax.memory.residuals import ResidualTable
 from remat_jax.parity.report import ParityReport
 from remat_jax.planning import Plan
-from remat_jax.planning.problem import Described, describe, extra_seconds, keeping_seconds, recompute_flops
+from remat_jax.planning.outcome import assumed_rates
+from remat_jax.planning.problem import KEEP_ALL, Described, describe, extra_seconds, keeping_seconds, recompute_flops
 from remat_jax.policy import NAMED, as_block_policy, is_off
 from remat_jax.warning import silenced
 from remat_jax.workload import Workload
@@ -33,6 +34,7 @@ USUAL = ("off", "full", "dots", "dots_with_no_batch_dims", "offload_inputs", "of
 """The policies compared by default. Policies that offload are left out for a CPU, which has a single memory."""
 
 THE_PLAN = "the plan"
+MISCOMPILED = "openxla/xla#46231"
 _BYTES = ("device_bytes", "temp_bytes", "host_bytes", "residual_device_bytes", "residual_host_bytes", "measured_peak_bytes")
 
 
@@ -44,7 +46,10 @@ class Compared:
       name: the policy's name on the page.
       kept: the residuals with their actions; None if they cannot be read.
       seconds, extra_seconds: the estimated time of a step, and its excess over saving everything; None if unknown.
+      timed: whether `seconds` come from the compiled schedule; otherwise they are the traced estimate.
+      assumed_rates: the names of the assumed rates that `seconds` use.
       recompute_flops: the recomputed FLOPs of a step; None if unknown.
+      diagnosis: the traps; None if no time was left to look for them.
     """
 
     name: str
@@ -53,12 +58,26 @@ class Compared:
     seconds: float | None
     extra_seconds: float | None
     recompute_flops: int | None
-    diagnosis: Diagnosis
+    diagnosis: Diagnosis | None
+    timed: bool = False
+    assumed_rates: tuple[str, ...] = ()
+
+    @property
+    def traps(self) -> tuple[Finding, ...]:
+        """The traps that were found."""
+        return () if self.diagnosis is None else self.diagnosis.findings
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether the search for traps was finished."""
+        return self.diagnosis is not None and not self.diagnosis.cut_short
 
     @property
     def is_sound(self) -> bool:
         """False if the compiler is known to miscompile the policy."""
-        return all(finding.trap != "miscompiled_offload" for finding in self.diagnosis.findings)
+        warnings = self.memory.receipt.warnings if self.memory.receipt else ()
+        is_miscompiled = any(MISCOMPILED in warning for warning in warnings)
+        return not is_miscompiled and all(finding.trap != "miscompiled_offload" for finding in self.traps)
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain data for JSON."""
@@ -68,8 +87,9 @@ class Compared:
             "receipt": asdict(self.memory.receipt) if self.memory.receipt else None,
             "seconds": self.seconds,
             "extra_seconds": self.extra_seconds,
+            "timed": self.timed,
             "recompute_flops": self.recompute_flops,
-            "findings": [asdict(finding) for finding in self.diagnosis.findings],
+            "findings": [asdict(finding) for finding in self.traps] if self.diagnosis is not None else None,
         }
 
 
@@ -78,6 +98,7 @@ class Gathered:
     """The content of a page; `plan` and `parity` are None if not given.
 
     Attributes:
+      plan: after `gather`, with the figures of the compared policies (`plan_as_compiled`).
       policies: the compared policies; if there is a plan, its policy is the last.
       left_out: name of each default policy that is not compared → the reason.
       notes: remarks on missing figures.
@@ -113,6 +134,18 @@ class Gathered:
         return within and (self.host_budget is None or policy.memory.host_bytes <= self.host_budget)
 
     @property
+    def base_seconds(self) -> float | None:
+        """The seconds of a compiled step that keeps all residuals; None if there is none, or if times are not compiled."""
+        times = [policy.seconds for policy in self.policies if policy.timed and policy.name in KEEP_ALL]
+        return min(filter(None, times), default=None)
+
+    @property
+    def assumed_rates(self) -> frozenset[str]:
+        """The assumed rates that any time uses. If there are any, all times are ranges, so that they can be compared."""
+        plan = self.plan.assumed_rates if self.plan is not None else ()
+        return frozenset(plan).union(*(policy.assumed_rates for policy in self.policies))
+
+    @property
     def has_comparable_times(self) -> bool:
         """Whether the plan's times and the policies' times are estimated for the same step with the same rates."""
         plan, described = self.plan, self.described
@@ -142,6 +175,7 @@ class Gathered:
 def compare(gathered: Gathered, policies: Sequence[Any] | None, timeout: float, tell: Progress) -> None:
     """Compare the policies and the plan; `policies=None` means the default policies that have an effect here."""
     workload, target, plan, ends = gathered.workload, gathered.target, gathered.plan, time.monotonic() + timeout
+    modelled = target if backend_of(target).models_time else None
     if policies is None:
         asked = [_Asked(policy, required=False) for policy in _usual(gathered, tell)]
     else:
@@ -158,13 +192,20 @@ def compare(gathered: Gathered, policies: Sequence[Any] | None, timeout: float, 
     for number, (entry, memory) in enumerate(reports):
         name = THE_PLAN if entry.plan else numbered(memory.policy, [policy.name for policy in gathered.policies])
         tell(f"looking for traps under {name}", number, len(reports))
-        diagnosis = doctor(workload, entry.policy, target if backend_of(target).models_time else None, timeout)
-        kept = None
+        diagnosis = kept = None
+        if time.monotonic() < ends:
+            diagnosis = diagnose(workload, entry.policy, modelled, timeout, report=memory, ends=ends)
         with contextlib.suppress(*(() if workload.has_loss else (RematError,))):  # several gradients, or none
-            kept = residuals(workload, _with_names(entry.policy))
+            kept = residuals(workload, _with_names(entry.policy)) if time.monotonic() < ends else None
         figures = _estimated(gathered.described, entry, memory)
-        gathered.policies.append(Compared(name, memory, kept, *figures, diagnosis))
-    gathered.policies = _as_compiled(gathered.policies)
+        timed = entry.plan is not None and entry.plan.timed
+        assumed = entry.plan.assumed_rates if entry.plan is not None else assumed_rates(None, target)
+        gathered.policies.append(Compared(name, memory, kept, *figures, diagnosis, timed, assumed))
+    if late := [policy.name for policy in gathered.policies if not policy.is_searched]:
+        gathered.notes.append(
+            f"The search for traps under {', '.join(late)} was not finished: the timeout was over; a longer one finishes it"
+        )
+    _as_compiled(gathered)
 
 
 @dataclass(frozen=True)
@@ -234,18 +275,29 @@ def _left(ends: float) -> float:
     return max(1.0, ends - time.monotonic())
 
 
-def _as_compiled(policies: list[Compared]) -> list[Compared]:
-    """If every compiled schedule's time is known, the policies with these times; extra times are then the excess over `off`.
+def _as_compiled(gathered: Gathered) -> None:
+    """If every compiled schedule's time is known, give the policies these times, and the excess over a step that keeps all.
 
     A step that the compiler refused because it does not fit has no time.
     """
-    times = [policy.memory.seconds for policy in policies]
+    policies = gathered.policies
     if any(policy.memory.seconds is None and not policy.memory.refused for policy in policies):
-        return policies
-    base = next((policy.memory.seconds for policy in policies if policy.name == "off"), None)
-    return [
-        replace(policy, seconds=seconds, extra_seconds=None if base is None or seconds is None else seconds - base)
-        for policy, seconds in zip(policies, times, strict=True)
+        return
+    gathered.policies = [
+        replace(
+            policy,
+            seconds=policy.memory.seconds,
+            timed=policy.memory.seconds is not None,
+            assumed_rates=policy.memory.assumed_rates,
+        )
+        for policy in policies
+    ]
+    base = gathered.base_seconds
+    if base is None and gathered.plan is not None and gathered.plan.timed and gathered.has_comparable_times:
+        base = gathered.plan.base_seconds
+    gathered.policies = [
+        replace(policy, extra_seconds=None if base is None or policy.seconds is None else policy.seconds - base)
+        for policy in gathered.policies
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 from remat_jax.overview.compared import THE_PLAN, Compared, Gathered
@@ -14,17 +14,16 @@ from remat_jax.planning import Plan
 from remat_jax.planning.explain import explanation
 from remat_jax.planning.explain import summary as plan_summary
 from remat_jax.planning.page import body as plan_body
-from remat_jax.planning.plan_data import Point
 from remat_jax.policy import Action
 from remat_jax.report.document import document, escaped
-from remat_jax.report.html_parts import Cell, Column, html_table, stacked_bars
+from remat_jax.report.html_parts import Cell, Column, Estimate, html_table, stacked_bars
 from remat_jax.report.stacked_bars import ARGUMENTS, KEPT, MOST_MODULES, WORKING, Memory, grouped
 from remat_jax.report.tables import format_bytes, format_estimate
 
 _ON_HOST = "in host memory"
 _COLUMNS = (
     "Device (temp included) and host: memory of the compiled step. Kept: residuals, from the forward to the backward pass. "
-    "Step: the estimated time; over keeping all: the excess over a step that keeps all residuals."
+    "Step: the estimated time{origin}; over keeping all: the excess over a step that keeps all residuals."
 )
 _AT_THE_PEAK = (
     "Device memory at the step's peak, by the module that made each array. Plain parts are arguments and the arrays that the "
@@ -108,7 +107,8 @@ def _policies(gathered: Gathered) -> str:
     if offloads := offload_rows(policies):
         parts += ["<h3>Effect of offload</h3>", html_table(_OFFLOAD_COLUMNS, offloads, label="offload", sortable=False)]
         parts.append(_list(warnings(policies)))
-    none = "<p>No known trap was found under any of these policies.</p>"
+    is_searched = all(policy.is_searched for policy in policies)
+    none = "<p>No known trap was found under any of these policies.</p>" if is_searched else ""
     return "".join([*parts, "<h3>Traps</h3>", _list(findings(policies)) or none])
 
 
@@ -136,11 +136,12 @@ def policy_cells(gathered: Gathered, policy: Compared) -> dict[Column, Cell]:
         **({Column("measured peak", "bytes"): memory.measured_peak_bytes} if has_peaks else {}),
         Column("kept: device", "bytes"): memory.residual_device_bytes,
         Column("kept: host", "bytes"): memory.residual_host_bytes,
-        Column("step", "seconds"): policy.seconds,
-        Column("over keeping all", "seconds"): policy.extra_seconds,
+        Column("step", "seconds"): Estimate(policy.seconds, bool(gathered.assumed_rates)),
+        Column("over keeping all", "seconds"): Estimate(policy.extra_seconds, bool(gathered.assumed_rates)),
+        **({Column("time"): _origin(policy)} if len(_origins(gathered)) > 1 else {}),
         Column("recomputed", "flops"): policy.recompute_flops,
         **({Column("fits"): "yes" if gathered.fits(policy) else "no"} if gathered.limit else {}),
-        Column("traps", "count"): len(policy.diagnosis.findings),
+        Column("traps", "count"): len(policy.traps) if policy.traps or policy.is_searched else None,
     }
 
 
@@ -174,7 +175,7 @@ def findings(policies: Sequence[Compared]) -> list[Trouble]:
     """The traps; a trap under several policies is listed once."""
     under: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for policy in policies:
-        for finding in policy.diagnosis.findings:
+        for finding in policy.traps:
             where = " at ".join(filter(None, (finding.block, finding.place)))
             places = under.setdefault((finding.trap, finding.problem, finding.remedy), {})
             places.setdefault(policy.name, []).append(where)
@@ -215,32 +216,35 @@ def _kept(policy: Compared) -> Memory:
     return parts
 
 
-def _with_compiled(gathered: Gathered) -> Plan | None:
-    """The plan, in which the bytes compiled for this page replace the predicted bytes of its named policies."""
-    compiled = {policy.name: policy.memory for policy in gathered.policies}
-
-    def as_compiled(point: Point) -> Point:
-        if point.name not in compiled or point.compiled or point.remark:
-            return point
-        memory = compiled[point.name]
-        return replace(point, device_bytes=memory.device_bytes, host_bytes=memory.host_bytes, compiled=True)
-
-    return gathered.plan and replace(gathered.plan, named=tuple(map(as_compiled, gathered.plan.named)))
-
-
 def _plan(gathered: Gathered) -> str:
-    plan = _with_compiled(gathered)
+    plan = gathered.plan
     if plan is None:
         return ""
     reasons = f"<details><summary>Why each residual is where it is</summary><pre>{escaped(explanation(plan))}</pre></details>"
     return plan_body(plan, level=3) + reasons
 
 
+_ORIGINS = {"compiled": "compiled schedule", "traced": "traced program"}
+
+
+def _origin(policy: Compared) -> str:
+    """Where a policy's time comes from; empty if it has none."""
+    return "" if policy.seconds is None else "compiled" if policy.timed else "traced"
+
+
+def _origins(gathered: Gathered) -> list[str]:
+    return sorted(set(filter(None, map(_origin, gathered.policies))))
+
+
 def notes(gathered: Gathered) -> list[str]:
     """Remarks on the table and on missing figures."""
     limit, host = gathered.limit, gathered.host_budget
     on_host = f", and {format_bytes(host)} of host memory" if host is not None else ""
-    remarks = [_COLUMNS + (f" Fits: within {limit[0]}, {format_bytes(limit[1])}{on_host}." if limit else "")]
+    origins = _origins(gathered)
+    origin = f", from the {_ORIGINS[origins[0]]}" if len(origins) == 1 else ""
+    remarks = [
+        _COLUMNS.format(origin=origin) + (f" Fits: within {limit[0]}, {format_bytes(limit[1])}{on_host}." if limit else "")
+    ]
     if gathered.target.devices > 1:
         remarks.append(
             f"Device and host memory is for one of {gathered.target.devices} devices; residuals, bytes offered to the host, "
@@ -283,21 +287,25 @@ def _notes_of_plan(gathered: Gathered, plan: Plan) -> list[str]:
 
 def summary(gathered: Gathered) -> list[str]:
     """Sentences that summarise the figures."""
-    limit, plan = gathered.limit, _with_compiled(gathered)
+    limit, plan = gathered.limit, gathered.plan
     named = [policy for policy in gathered.policies if policy.name != THE_PLAN]
     sentences = [_least_and_most(named)] if named else []
     # A miscompiled policy is never recommended, however fast.
     fits = [policy for policy in named if gathered.fits(policy) and policy.is_sound]
     timed = [(policy.seconds, policy.memory.device_bytes, policy) for policy in fits if policy.seconds is not None]
+    if plan is not None:
+        sentences.append(f"The plan: {plan_summary(plan)}")
     if timed:
         seconds, size, fastest = min(timed, key=lambda entry: entry[:2])
         within = f" within {limit[0]} ({format_bytes(limit[1])})" if limit else ""
-        time = format_estimate(seconds, bool(fastest.memory.assumed_rates))
-        sentences.append(f"The fastest policy{within} is {fastest.name}: {time} per step (estimated), in {format_bytes(size)}.")
+        time = format_estimate(seconds, bool(gathered.assumed_rates))
+        which = "The fastest policy" if plan is None else "Beside the plan, the fastest policy"
+        best = None if plan is None else plan.best_named
+        if best is None or (best.name, best.seconds) != (fastest.name, seconds):  # the plan's sentence names it
+            sentences.append(f"{which}{within} is {fastest.name}: {time} per step (estimated), in {format_bytes(size)}.")
     elif limit and named and not fits:
         sentences.append(f"No policy that is safe to run is within {limit[0]} ({format_bytes(limit[1])}).")
     if plan is not None:
-        sentences.append(f"The plan: {plan_summary(plan)}")
         faster = [policy.name for seconds, _, policy in timed if seconds < plan.seconds]
         if faster and gathered.has_comparable_times:
             sentences.append(
@@ -305,7 +313,9 @@ def summary(gathered: Gathered) -> list[str]:
             )
     traps = len(findings(gathered.policies))
     sentences.append(
-        f"Known traps: {traps or 'none'}" + (", each with its remedy below." if traps else " found under any policy.")
+        f"Known traps: {traps or 'none'}"
+        + (", each with its remedy below" if traps else " found under any policy")
+        + ("." if all(policy.is_searched for policy in gathered.policies) else "; the search was not finished.")
     )
     if gathered.parity is not None:
         sentences.append(f"Parity with PyTorch: {gathered.parity.verdict()}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,17 @@ from remat_jax.memory.compile.devices import check_devices
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, check_timeout
 from remat_jax.overview.compared import Gathered, Progress, compare
 from remat_jax.overview.page import page
+from remat_jax.overview.plan_as_compiled import plan_as_compiled
 from remat_jax.parity.report import ParityReport
 from remat_jax.planning import Plan
 from remat_jax.planning.check_budget import budget_bytes
 from remat_jax.planning.make_plan import plan as make_plan
 from remat_jax.policy import as_block_policy
 from remat_jax.report.document import write_whole
+from remat_jax.report.progress import shown
 from remat_jax.workload import Workload
+
+REPORT_TIMEOUT = 2 * DEFAULT_TIMEOUT
 
 
 def save_report(
@@ -31,7 +36,7 @@ def save_report(
     *,
     plan: Plan | int | float | str | None = None,
     parity: ParityReport | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float = REPORT_TIMEOUT,
     progress: Progress | None = None,
 ) -> Path:
     """Write a self-contained HTML page about a workload, and return its path.
@@ -48,9 +53,10 @@ def save_report(
       plan: a `Plan` for this workload and target, or a budget to plan within: bytes, a text (`"40GiB"`, `"80%"`), or a share of
         the target's memory (0.8). None for no plan.
       parity: the result of `remat_jax.parity.compare`. None leaves this section out.
-      timeout: the limit in seconds; it applies separately to the compilation of all policies, to the plan, and to each
-        compilation of `doctor`.
-      progress: called with the current activity, the number of finished parts, and the number of all parts.
+      timeout: seconds for the whole call, of which a plan takes at most half. What does not end in time is left out, with a
+        note: default policies, the search for traps. If a policy of `policies` does not compile in time, it is an error.
+      progress: called with the current activity, the number of finished parts, and the number of all parts. None shows a bar
+        if standard error is a terminal.
 
     Raises:
       ArgumentError: `path` cannot be written, or another argument is invalid.
@@ -79,7 +85,7 @@ def gather(
     *,
     plan: Plan | int | float | str | None = None,
     parity: ParityReport | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float = REPORT_TIMEOUT,
     progress: Progress | None = None,
 ) -> Gathered:
     """The content of the page; arguments as for `save_report`."""
@@ -88,13 +94,15 @@ def gather(
     if parity is not None and not isinstance(parity, ParityReport):
         raise ArgumentError(f"parity={parity!r}: expected a ParityReport, which remat_jax.parity.compare gives, or None")
     check_timeout(timeout)
+    ends = time.monotonic() + timeout
     described = target if isinstance(target, Target) else target_named(target)
     asked = checked_policies(policies)
     check_devices(workload, described)
-    tell = progress or (lambda *_: None)
-    # Plan first: an infeasible budget then ends the report before minutes of compiling.
-    gathered = Gathered(workload, described, _plan(workload, plan, described, timeout, tell), parity)
-    compare(gathered, asked, timeout, tell)
+    with shown(progress) as tell:
+        # Plan first: an infeasible budget then ends the report before minutes of compiling.
+        gathered = Gathered(workload, described, _plan(workload, plan, described, timeout / 2, tell), parity)
+        compare(gathered, asked, max(1.0, ends - time.monotonic()), tell)
+    gathered.plan = plan_as_compiled(gathered)
     return gathered
 
 
@@ -107,17 +115,17 @@ def write_page(path: Path, gathered: Gathered, argument: str = "path") -> Path:
         raise ArgumentError(f"{argument}={str(path)!r} cannot be written ({error}); give another file") from None
 
 
-def checked_path(path: Any, argument: str = "path") -> Path:
-    """`path` as a `Path`; raises ArgumentError for a wrong path before minutes of compiling."""
+def checked_path(path: Any, argument: str = "path", example: str = "report.html") -> Path:
+    """`path` as a `Path`; raises ArgumentError, with an example, for a wrong path before minutes of compiling."""
     if not isinstance(path, str | os.PathLike):
-        raise ArgumentError(f"{argument}={path!r}: expected the path of a file, such as 'report.html'")
+        raise ArgumentError(f"{argument}={path!r}: expected the path of a file, such as {example!r}")
     file, shown = Path(path), f"{argument}={str(path)!r}"
     try:
         folder = Path(os.path.realpath(file)).parent
     except (OSError, ValueError) as error:
         raise ArgumentError(f"{shown} cannot be written ({error}); give another file") from None
     if file.is_dir():
-        raise ArgumentError(f"{shown} is a folder: give a file, such as {str(file / 'report.html')!r}")
+        raise ArgumentError(f"{shown} is a folder: give a file, such as {str(file / example)!r}")
     if not folder.is_dir():
         raise ArgumentError(f"{shown}: there is no folder {folder}; create it, or give another file")
     if (file.is_file() or not file.exists()) and not os.access(folder, os.W_OK):

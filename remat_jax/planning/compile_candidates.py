@@ -39,7 +39,8 @@ Progress = Callable[[str, int, int], None]
 class Compiler:
     """Compiles the steps of candidates until `deadline` (of `time.monotonic`); failures become `findings`.
 
-    `timeout` is the seconds for the whole search. `count` is the number of steps submitted so far.
+    `timeout` is the seconds for the whole search. `gain` gives the share of the best step's time that a candidate is expected
+    to save; progress says it. `count` is the number of steps submitted so far.
     """
 
     workload: Workload
@@ -50,6 +51,7 @@ class Compiler:
     kernels: Kernels
     progress: Progress
     findings: list[PlanFinding]
+    gain: Callable[[StepCandidate, StepCandidate], float] | None = None
     count: int = field(default=0, init=False)
     _only_failures: bool = field(default=False, init=False)
     """Whether a call of `compile` was the first, and all its steps failed."""
@@ -90,7 +92,7 @@ class Compiler:
             key if step.memory_limit is None else f"{key} with a memory limit"
             for key, step in zip(keys, candidates, strict=True)
         ]
-        self._report(keys, best)
+        self._report(keys, candidates, best)
         with ThreadPoolExecutor(min(SIDE_BY_SIDE, os.cpu_count() or 1)) as pool, Children() as children:
 
             def compiled(program: ExportedProgram, candidate: StepCandidate) -> Compiled:
@@ -141,12 +143,15 @@ class Compiler:
         if fatal:
             raise fatal[0]
 
-    def _report(self, keys: Sequence[str], best: Tried | None) -> None:
+    def _report(self, keys: Sequence[str], candidates: Sequence[StepCandidate], best: Tried | None) -> None:
         so_far = ""
         if best is not None:
             seconds = best.compiled.seconds or self.described.base_seconds + best.candidate.seconds
             name = best.candidate.title
             so_far = f"; best so far: {name}, {format_seconds(seconds)}, {format_bytes(best.compiled.device_bytes)}"
+            if self.gain is not None:
+                gain = 100 * max(self.gain(candidate, best.candidate) for candidate in candidates)
+                so_far += f"; going on may gain {gain:.1f} %, Ctrl-C keeps the best"
         most = max(MOST_COMPILED, self.count + len(keys))
         self.progress(f"compiling {' and '.join(keys)} for {self.target.name}{so_far}", self.count, most)
 

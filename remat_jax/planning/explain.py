@@ -38,15 +38,17 @@ def plan_table(plan: PlanData) -> Any:
     title = (
         f"Plan for {plan.workload}{with_changes} on {plan.target} within {budgets}: {format_bytes(plan.device_bytes)} compiled"
     )
-    return table(title, columns, rows, caption=summary(plan))
+    narrow = ("copies not hidden", "recompute time", "recomputed", "offloaded")
+    return table(title, columns, rows, caption=summary(plan), optional=narrow)
 
 
 def named_table(plan: PlanData) -> Any:
     """The memory and time of the plan and of the named policies, as a table."""
     rows = [_named_row(plan_point(plan, "this plan"), plan, "fits")]
     rows += [_named_row(point, plan, _verdict(plan, point)) for point in sorted(plan.named, key=_by_time)]
-    columns = ("policy", "device", "", "host", "step", "", "over keeping everything", "")
-    return table("The plan and the named policies", columns, rows)
+    columns = ("policy", "device", "memory", "host", "step", "time", "over keeping everything", "")
+    narrow = ("over keeping everything", "time", "memory", "host", "step")
+    return table("The plan and the named policies", columns, rows, optional=narrow)
 
 
 def beyond_table(plan: PlanData) -> Any:
@@ -84,8 +86,9 @@ def summary(plan: PlanData) -> str:
         text = ". ".join(reason for option, reason in reasons.items() if option in plan.compiler_options)
         sentences.append(f"{text}: jax.jit(step, compiler_options={dict(plan.compiler_options)!r}).")
     if plan.lower_bound is not None and plan.seconds:
-        least, below = time_text(plan, plan.lower_bound), 100 * (1 - plan.lower_bound / plan.seconds)
-        sentences.append(f"By the same estimate, no plan within the budget takes less than {least} ({below:.1f} % less).")
+        share = 100 * (1 - plan.lower_bound / plan.seconds)
+        faster = f"more than {share:.1f} % faster" if share >= 0.05 else "faster"
+        sentences.append(f"By the same estimate, no plan within the budget is {faster}.")
     best = plan.best_named
     if best is None:
         sentences.append("No named policy fits.")
@@ -128,7 +131,7 @@ def next_gib(plan: PlanData) -> str:
     """The gain from more memory, as a sentence."""
     more = f"{format_bytes(plan.next_bytes)} more".replace(".0 ", " ")
     if plan.next_gib_seconds is None and plan.cut_short:
-        return f"The timeout came before the gain from {more} was computed."
+        return f"The search ended before the gain from {more} was computed."
     if plan.next_gib_seconds is None:
         return "More memory would not make the step faster, by the estimate."
     if not plan.next_gib_seconds:
@@ -203,7 +206,7 @@ def _by_time(point: Point) -> tuple[float, float]:
 
 def _named_row(point: Point, plan: PlanData, verdict: str) -> tuple[Any, ...]:
     how = "" if point.device_bytes is None else "compiled" if point.compiled else "predicted"
-    time = "" if point.seconds is None else "compiled" if point.timed else "estimated"
+    time = "" if point.seconds is None else "compiled" if point.timed else "traced"
     extra = None if point.seconds is None else point.seconds - plan.base_seconds
     sizes = format_bytes(point.device_bytes), how, format_bytes(point.host_bytes)
     return point.name, *sizes, time_text(plan, point.seconds), time, signed(plan, extra), verdict

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +16,7 @@ from remat_jax.errors import ArgumentError, InfeasibleBudget
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import SHOWN, Advice, advise, largest, traced_products
+from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.devices import check_devices, host_shortage
 from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, GRAPHS, Kernels, check_timeout
@@ -35,8 +38,10 @@ from remat_jax.planning.problem import KEEP_ALL, recompute_flops
 from remat_jax.planning.search_problem import Problem, problem
 from remat_jax.planning.steps import takes_steps
 from remat_jax.planning.translate import policies_of
-from remat_jax.planning.without_triton import fitting_without_triton
+from remat_jax.planning.without_triton import NOT_SHOWN_WITHOUT_TRITON, fitting_without_triton
 from remat_jax.policy import LayerPolicies
+from remat_jax.report.progress import shown
+from remat_jax.report.tables import format_bytes, format_estimate
 from remat_jax.warning import silenced, warn
 from remat_jax.workload import Workload
 
@@ -74,7 +79,10 @@ def plan(
         that it is a sum or a mean over examples; `"micro_batches=mean"` or `"micro_batches=sum"` declares that it is one.
       timeout: seconds for the whole call. At the timeout, the fastest compiled step that fits is returned, and
         `Plan.cut_short` is true.
-      progress: called with the current activity, the number of compiled steps, and the expected total, which may grow.
+      progress: called with the current activity, the number of compiled steps, and the expected total, which may grow. None
+        shows a bar if standard error is a terminal.
+
+    Ctrl-C ends the call with a KeyboardInterrupt. Once a step fits, the error's attribute `plan` is the best `Plan` so far.
 
     Raises:
       InfeasibleBudget: no step fits. The message states the least memory reached and what occupies it.
@@ -101,8 +109,8 @@ def plan(
     _check(workload, timeout, target)
     if allowed:
         workload.require_loss(f"allow={allow!r}")
-    say, ends, planners = progress or _silent, time.monotonic() + timeout, list[_Planner]()
-    with silenced(), Kernels.temporary() as kernels:
+    ends, planners = time.monotonic() + timeout, list[_Planner]()
+    with shown(progress) as say, silenced(), Kernels.temporary() as kernels, _with_best_so_far(workload, planners):
 
         def plan_of(workload: Workload, share: float) -> Plan:
             check_arguments_fit(workload, device)
@@ -140,6 +148,26 @@ def leanest(
         return _Planner(workload, budget, target, host_budget, timeout, _silent, kernels).leanest()
 
 
+@contextlib.contextmanager
+def _with_best_so_far(workload: Workload, planners: Sequence[_Planner]) -> Iterator[None]:
+    """Give a KeyboardInterrupt the best plan so far as its `plan`, and say so in a note."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        # A planner of a changed workload does not know the changes.
+        begun = [each for each in reversed(planners) if each.workload is workload and each.known.best is not None]
+        if begun:
+            best = begun[0].so_far()
+            error.plan = best  # type: ignore[attr-defined]
+            named = " and ".join(dict.fromkeys(best.texts.values()))
+            error.add_note(
+                f"Best plan so far: {named}, {format_estimate(best.seconds, bool(best.assumed_rates))} per step, "
+                f"{format_bytes(best.device_bytes)} on the device. To save it: except KeyboardInterrupt as error: "
+                'error.plan.save("plan.json"); in an interactive session: sys.last_value.plan.save("plan.json")'
+            )
+        raise
+
+
 def _silent(activity: str, done: int, of: int) -> None:
     """A `progress` function that does nothing."""
 
@@ -174,7 +202,15 @@ class _Planner:
         self.known.fit.tried += self.tried
         self.described_seconds = time.monotonic() - begin
         self.compiler = Compiler(
-            self.workload, self.described, self.target, self.timeout, self.deadline, self.kernels, self.progress, self.findings
+            self.workload,
+            self.described,
+            self.target,
+            self.timeout,
+            self.deadline,
+            self.kernels,
+            self.progress,
+            self.findings,
+            lambda candidate, best: self.known.gain(candidate, best) / self.known.seconds(best),
         )
 
     def _problem(self, workload: Workload, like: Problem | None = None) -> Problem:
@@ -199,9 +235,21 @@ class _Planner:
             self.leanest()
         if self.known.best is None:
             raise self._infeasible()
+        self._add_as_written(self.known.best)
+        return self._plan(ended)
+
+    def so_far(self) -> Plan:
+        """The plan of what was compiled before an interrupt. Nothing else is compiled, and no further problem is solved."""
+        kept = [each for each in self.findings if each.kind not in ("cut_short", "not_shown")]
+        kept.append(info("cut_short", "The search was interrupted; a longer search may find a faster plan"))
+        if backend_of(self.target).chooses_kernels_on_device:
+            kept.append(info("not_shown", NOT_SHOWN_WITHOUT_TRITON))
+        self.deadline, self.findings[:] = -math.inf, kept
+        return self._plan(Ended("interrupt"))[0]
+
+    def _plan(self, ended: Ended) -> tuple[Plan, ExportedProgram]:
         best, preferred = choose_fastest(self.known)
         self.findings += preferred
-        self._add_as_written(best)
         self.progress("reading the frontier", len(self.known.fit.tried), len(self.known.fit.tried))
         policies = policies_of(self.described, best.candidate)
         fields = outcome(self.described, self.target, self.known, best, self.problem.remarks, self._is_late)
@@ -217,7 +265,7 @@ class _Planner:
             model=Model.of(self.workload),
             jax_version=jax.__version__,
             compiler_options=best.compiled.sizes.compiler_options,
-            cut_short=ended.by == "time" or self._is_late(),
+            cut_short=ended.by in ("time", "interrupt") or self._is_late(),
             left_out=tuple(candidate.title for candidate in ended.left),
             **fields,
         )
@@ -243,10 +291,12 @@ class _Planner:
     def _find(self, ended: Ended, best: Tried, fields: Mapping[str, Any]) -> None:
         """Add findings: what was not shown of the plan's step, and what is to be known of its memory."""
         sizes, candidate = best.compiled.sizes, best.candidate
-        why = {"compilations": "; no compilations were left", "time": f"; timeout={self._timeout_text} s was over"}.get(
-            ended.by, ""
-        )
-        if ended.by == "time" or self._is_late():
+        why = {
+            "compilations": "; no compilations were left",
+            "time": f"; timeout={self._timeout_text} s was over",
+            "interrupt": "; the search was interrupted",
+        }.get(ended.by, "")
+        if ended.by != "interrupt" and (ended.by == "time" or self._is_late()):
             text = f"The search ended after timeout={self._timeout_text} s; a longer timeout may find a faster plan"
             self.findings.append(info("cut_short", text))
         if unknown := list(dict.fromkeys(step.name for step in ended.left if step.family == "named")):
@@ -269,7 +319,7 @@ class _Planner:
             self.findings.append(warning("host", f"Host memory: {short}, or plan with a host_budget"))
         if sizes.warning is not None:
             self.findings.append(warning("miscompiled", f"{sizes.warning[0].upper()}{sizes.warning[1:]}"))
-        if candidate.name not in KEEP_ALL:
+        if candidate.name not in KEEP_ALL and ended.by != "interrupt":
             self.advice = advise(self.workload, sizes, traced_products(self.workload), self.target)
             self.findings += [info("beyond", text) for text in filter(None, [largest(self.advice, sizes)])]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from remat_jax.hardware import Target
 from remat_jax.hardware.rates import Rates
+from remat_jax.memory.hlo.schedule import StepTime
 from remat_jax.planning.candidate import FAILED, StepCandidate, Tried, runs, singles
 from remat_jax.planning.generators import more, without_host
 from remat_jax.planning.generators.groups import INSIDE
@@ -67,7 +68,7 @@ def outcome(
         "frontier": unbeaten([step_point for step_point in (*tried, *named, *map(point, predicted)) if not step_point.remark]),
         "named": (*named, *remarks),
         "parts": parts_of(described, stack, best.candidate),
-        "assumed_rates": _assumed(best, target),
+        "assumed_rates": assumed_rates(best.compiled.sizes.time, target),
         "next_bytes": next_bytes(fit.budget),
         "next_gib_seconds": next_gib,
         "tried": tuple((step.candidate.name or "a plan", step.compiled.device_bytes) for step in fit.compiled),
@@ -144,9 +145,8 @@ def _rows(kind: Kind, block: Block, choices: Sequence[Choice]) -> tuple[LayerRow
     return tuple(rows)
 
 
-def _assumed(best: Tried, target: Target) -> tuple[str, ...]:
-    """The names of the assumed rates that the plan's time uses. A traced estimate uses only the rates of matmuls and memory."""
-    time = best.compiled.sizes.time
+def assumed_rates(time: StepTime | None, target: Target) -> tuple[str, ...]:
+    """The names of the assumed rates that a time uses. A traced estimate, None, uses only the rates of matmuls and memory."""
     return time.assumed if time is not None else Rates.of(target).assumed(Rates.of(target).flops)[:2]
 
 

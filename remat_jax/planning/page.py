@@ -8,18 +8,26 @@ from remat_jax.planning.explain import next_gib, ranked, signed, summary, time_t
 from remat_jax.planning.plan_data import Part, PlanData, Point, over_budget, plan_point
 from remat_jax.report.chart import FrontierPoint, frontier_figure
 from remat_jax.report.document import document, escaped
-from remat_jax.report.html_parts import Cell, Column, html_picture, html_table, stacked_bars
+from remat_jax.report.html_parts import Cell, Column, Estimate, html_picture, html_table, stacked_bars
 from remat_jax.report.svg import WIDTH, Picture
 from remat_jax.report.tables import format_bytes
 
-_COLUMNS = (Column("device", "bytes"), Column("host", "bytes"), Column("step", "seconds"), Column("status"), Column("budget"))
+_COLUMNS = (
+    Column("device", "bytes"),
+    Column("host", "bytes"),
+    Column("memory"),
+    Column("step", "seconds"),
+    Column("time"),
+    Column("budget"),
+)
 _RESIDUAL_COLUMNS = (Column("residual", "name"), Column("action"), Column("of one layer", "bytes"), Column("recomputing it"))
 _BUDGET = {"": "within", "device": "over", "host": "over on the host"}
 _EXCESS = {"": "", "device": "; over the budget", "host": "; over the budget of host memory"}
 _OFFLOADED = "in host memory"
 _HINT = (
     "Points on the left need less memory, and lower points are faster. Filled points were compiled, hollow points are "
-    "predicted, and labelled points are named policies. Move along the line with the slider or the arrow keys."
+    "predicted, and labelled points are named policies. The ring is the plan; a dashed ring follows the slider and the arrow "
+    "keys along the line."
 )
 
 
@@ -144,8 +152,8 @@ def _residuals(plan: PlanData, part: Part) -> str:
 
 
 def _frontier_table(plan: PlanData, points: Sequence[Point], chosen: int) -> str:
-    rows = [_row(plan, point, ", the plan" * (index == chosen)) for index, point in enumerate(points)]
-    return html_table(_COLUMNS, rows, label="the frontier")
+    rows = [["the plan" if index == chosen else point.name, *_row(plan, point)] for index, point in enumerate(points)]
+    return html_table([Column("policy", "name"), *_COLUMNS], rows, label="the frontier")
 
 
 def _named_table(plan: PlanData) -> str:
@@ -153,6 +161,7 @@ def _named_table(plan: PlanData) -> str:
     return html_table([Column("policy", "name"), *_COLUMNS], rows, label="the named policies")
 
 
-def _row(plan: PlanData, point: Point, note: str = "") -> list[Cell]:
-    status = ("compiled" if point.compiled else "predicted") + note
-    return [point.device_bytes, point.host_bytes, point.seconds, status, _BUDGET[over_budget(plan, point)]]
+def _row(plan: PlanData, point: Point) -> list[Cell]:
+    memory, time = "compiled" if point.compiled else "predicted", Estimate(point.seconds, bool(plan.assumed_rates))
+    origin = "compiled" if point.timed else "traced"
+    return [point.device_bytes, point.host_bytes, memory, time, origin, _BUDGET[over_budget(plan, point)]]

@@ -21,6 +21,8 @@ from remat_jax.planning.plan import Plan
 from remat_jax.report.tables import format_bytes
 from remat_jax.workload import Workload
 
+NOT_SHOWN_WITHOUT_TRITON = "Not shown: whether the step fits if XLA chooses cuBLAS for the matmuls"
+
 _SHORTEST = 1.0
 """The compile process gets at least this many seconds."""
 
@@ -78,7 +80,7 @@ def fitting_without_triton(
     try:
         needed = bytes_without_triton(first, step, budget)
     except CompileError as error:
-        text = f"Not shown: whether the step fits if XLA chooses cuBLAS for the matmuls: {first_sentence(error)}"
+        text = f"{NOT_SHOWN_WITHOUT_TRITON}: {first_sentence(error)}"
         return with_finding(first, warning("kernels", text))
     if needed <= budget:
         return first

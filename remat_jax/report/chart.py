@@ -35,7 +35,7 @@ _DIRECTIONS = 24
 _CLEARANCE, _RADIUS, _STEP = 2.0, 6.0, 6.0
 _LETTERS = 12
 FRONTIER, THE_PLAN = "frontier", "the plan"
-"""Names of the series that the page's script reads: the slider's points, and the ring around the selected point."""
+"""Names of the series that the page's script reads: the slider's points, and the ring around the plan."""
 _FAR = 1.25
 
 

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from remat_jax.report.document import escaped
 from remat_jax.report.stacked_bars import Memory, part_letters, stacked_figure
 from remat_jax.report.svg import NARROW, WIDTH, Picture
-from remat_jax.report.tables import MISSING, format_bytes, format_error, format_flops, format_ratio, format_seconds
+from remat_jax.report.tables import (
+    MISSING,
+    format_bytes,
+    format_error,
+    format_estimate,
+    format_flops,
+    format_ratio,
+    format_seconds,
+)
 
-Cell = str | float | int | bool | None
+
+class Estimate(NamedTuple):
+    """An estimated time in seconds; if a rate is `assumed`, it is written as a range."""
+
+    seconds: float | None
+    assumed: bool
+
+
+Cell = str | float | int | bool | Estimate | None
 _NUMBERS: Mapping[str, Callable[[Any], str]] = {
     "count": "{:,}".format,
     "bytes": format_bytes,
@@ -105,8 +122,11 @@ def _cell(column: Column, value: Cell) -> str:
         text = escaped(MISSING if value is None else value)
         kind, scope = ("th", ' scope="row"') if column.style == "name" else ("td", "")
         return f'<{kind}{scope} data-value="{text}">{text}</{kind}>'
+    written = _NUMBERS[column.style]
+    if isinstance(value, Estimate):
+        written, value = functools.partial(format_estimate, assumed=value.assumed), value.seconds
     # Missing values sort below all numbers.
     sorted_by = -1 if value is None or math.isnan(value) else value
     exact = f' title="{value:,} bytes"' if column.style == "bytes" and value is not None else ""
-    text = MISSING if value is None else _NUMBERS[column.style](value)
+    text = MISSING if value is None else written(value)
     return f'<td class="number" data-value="{sorted_by}"{exact}>{escaped(text)}</td>'

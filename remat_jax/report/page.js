@@ -32,13 +32,23 @@ if (filter) {
   failed.addEventListener("change", choose);
 }
 
-// The slider of a plan's page selects a point of the frontier, and the page shows its figures, its layers and a ring around it.
+// The slider of a plan's page selects a point of the frontier, and the page shows its figures, its layers and a dashed ring
+// around it. The ring around the plan stays.
+const selected = plan => {
+  const ring = plan.cloneNode();
+  ring.setAttribute("stroke-dasharray", "3 3");
+  ring.setAttribute("r", 15);
+  plan.parentNode.after(ring);
+  ring.id = "";
+  ring.classList.add("selected");
+  return ring;
+};
 const slider = document.querySelector("#at");
 if (slider) {
   const points = document.querySelectorAll("[data-point]");
   const pictures = [...document.querySelectorAll("#frontier svg")].map(svg => ({
     marks: [...svg.querySelectorAll("[data-series='frontier'] circle")],
-    ring: svg.querySelector("[data-series='the plan'] circle"),
+    ring: selected(svg.querySelector("[data-series='the plan'] circle")),
   }));
   const go = index => {
     slider.value = index;

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from remat_jax.reading import visible
+from remat_jax.report.fitted_table import FittedTable
 
 MISSING = "n/a"
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -31,8 +32,11 @@ def table(
     *,
     formats: Mapping[str, Callable[[Any], str]] | None = None,
     caption: str | None = None,
+    optional: Sequence[str] = (),
 ) -> Table:
     """A Rich table with right-aligned columns of numbers and left-aligned columns of text.
+
+    On a narrow console no word is broken. If the table is still too wide, the columns named in `optional` are left out first.
 
     `formats` maps a column to the function that formats its values; `None` is written `n/a` in every column. Text is literal:
     square brackets, as in `blocks[0]`, are not Rich's markup.
@@ -52,7 +56,8 @@ def table(
             raise ValueError(
                 f"rows[{position}] has {len(row)} values, expected {len(columns)}, one for each of {list(columns)}"
             )
-    result = Table(title=Text(title) if title else None, caption=Text(caption) if caption else None)
+    result = FittedTable(title=Text(title) if title else None, caption=Text(caption) if caption else None)
+    result.optional = optional
     written = [
         [MISSING if value is None else formats.get(name, str)(value) for name, value in zip(columns, row, strict=True)]
         for row in rows

@@ -11,7 +11,7 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from remat_jax import compat
-from remat_jax.errors import ArgumentError, CompileError, TargetError, UnsupportedError
+from remat_jax.errors import ArgumentError, CompileError, TargetError, UnsupportedArgumentError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.memory.compile.process import Question, ask, scratch
@@ -28,7 +28,7 @@ def check_devices(workload: Workload, target: Target) -> None:
     """Raise unless the target has as many devices as the workload's mesh, or one device for a workload without a mesh."""
     if workload.mesh is None:
         if target.devices > 1:
-            raise UnsupportedError(
+            raise UnsupportedArgumentError(
                 f"target={target.name!r} has {target.devices} devices, but {workload.name!r} has no mesh to use them: ask for "
                 "one device, or give a mesh: Workload(…, mesh={'data': …}, shardings=(…)), or "
                 "workload.on_mesh('data=…,fsdp=…'), on the command line --mesh"

@@ -88,9 +88,12 @@ class Backend(abc.ABC):
         """
         return None
 
-    def attention_kernel(self, *, suits_cudnn: bool) -> str:
-        """Advice for attention whose scores are in memory: a kernel that never stores them, as code or in words."""
-        return "an attention kernel that never stores the scores"
+    def attention_kernel(self, *, needs: str = "", cudnn_refuses: str = "") -> str:
+        """Advice for attention whose scores are in memory: a kernel that never stores them, as code or in words.
+
+        `needs` and `cudnn_refuses` are those of a `SoftmaxProduct`.
+        """
+        return "an attention kernel that never stores the scores" + (f" and takes {needs}" if needs else "")
 
     def entry(self, folder: Path) -> dict[str, Any]:
         """What is asked about one program: `compiler_options`, and perhaps `text`, the file for the compiled text."""

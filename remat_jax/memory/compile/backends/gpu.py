@@ -75,15 +75,16 @@ class GpuBackend(Backend):
         reason = "XLA cannot compile offload in a scan inside another scan"
         return RefusedOffload(reason, f"{reason} for GPUs (maxtext#4990)") if nested else None
 
-    def attention_kernel(self, *, suits_cudnn: bool) -> str:
+    def attention_kernel(self, *, needs: str = "", cudnn_refuses: str = "") -> str:
         """cuDNN's kernel, which takes only some dtypes and sizes, or JAX's in Pallas."""
-        if suits_cudnn:
+        if not needs and not cudnn_refuses:
             cudnn = 'jax.nn.dot_product_attention(q, k, v, implementation="cudnn")'
             return f"{cudnn}, or another kernel that never stores the scores"
-        return (
-            f"{super().attention_kernel(suits_cudnn=False)}, such as jax.experimental.pallas.ops.gpu.attention.mha; cuDNN's "
-            "takes only bfloat16 and float16, and at most 128 features of a head, a multiple of 8"
-        )
+        kernel = super().attention_kernel(needs=needs)
+        if needs:
+            return f"{kernel}; cuDNN's does not"
+        mha = "jax.experimental.pallas.ops.gpu.attention.mha (with causal masks and segment ids only)"
+        return f"{kernel}, such as {mha}; cuDNN's does not take {cudnn_refuses}"
 
     def entry(self, folder: Path) -> dict[str, Any]:
         """XLA's dump, and the final text of a program that uses host memory."""

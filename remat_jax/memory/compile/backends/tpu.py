@@ -73,9 +73,9 @@ class TpuBackend(Backend):
         reason = "on several TPUs, XLA copies the offloaded residuals of unrolled layers back at once"
         return RefusedOffload(reason, f"{reason} (docs/notes/tpu.md), so unrolled layers offload nothing here; scan them")
 
-    def attention_kernel(self, *, suits_cudnn: bool) -> str:
+    def attention_kernel(self, *, needs: str = "", cudnn_refuses: str = "") -> str:
         """JAX's kernel in Pallas."""
-        return f"{super().attention_kernel(suits_cudnn=False)}, such as jax.experimental.pallas.ops.tpu.splash_attention"
+        return f"{super().attention_kernel(needs=needs)}, such as jax.experimental.pallas.ops.tpu.splash_attention"
 
     def entry(self, folder: Path) -> dict[str, Any]:
         """XLA's dump, and the final text, which alone has the compiler's estimates of cycles."""

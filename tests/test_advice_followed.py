@@ -1,0 +1,140 @@
+"""Each advice can be followed: its code runs on the model that it was given for, and JAX takes the kernels that it names."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import remat_jax as rj
+from remat_jax import compat
+from remat_jax.core.softmax_products import softmax_products
+from remat_jax.hardware import target as target_named
+from remat_jax.memory.advice import DTYPE, MICRO, STATE
+from remat_jax.memory.compile.backends import backend_of
+from tests.test_advice import WIDTH, Block, advised, job
+
+needs_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+
+
+def plain(scores: Any) -> Any:
+    return scores
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "features", "change", "refusal"),
+    [
+        (jnp.bfloat16, 256, 64, plain, ""),
+        (jnp.bfloat16, 255, 64, plain, "odd lengths"),
+        (jnp.bfloat16, 256, 64, lambda s: jnp.where(jnp.tri(256, dtype=bool), s, -1e9), ""),
+        (jnp.float32, 256, 64, plain, "float32"),
+        (jnp.bfloat16, 256, 12, plain, "12 features of a head"),
+    ],
+)
+def test_cudnns_attention_is_advised_exactly_where_jax_takes_it(
+    dtype: Any, rows: int, features: int, change: Any, refusal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JAX checks the arguments as for an H100 with cuDNN 9.10, without either."""
+    q = jax.ShapeDtypeStruct((2, 4, rows, features), dtype)
+    (product,) = softmax_products(jax.make_jaxpr(lambda q: jax.nn.softmax(change(q @ q.mT)) @ q)(q))
+    assert (product.needs, product.cudnn_refuses) == ("", refusal)
+    text = backend_of(target_named("h100")).attention_kernel(cudnn_refuses=refusal)
+    assert ("implementation=" in text) is not bool(refusal) and ("does not take " + refusal in text) is bool(refusal)
+    where = "jax._src.cudnn.fused_attention_stablehlo."
+    monkeypatch.setattr(f"{where}check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(f"{where}check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(f"{where}is_cuda_compute_capability_equal", lambda capability: False)
+    bias = None if change is plain else jax.ShapeDtypeStruct((1, 1, rows, rows), dtype)
+
+    def attended(q: Any, bias: Any) -> Any:
+        return jax.nn.dot_product_attention(q, q, q, bias, implementation="cudnn").sum()
+
+    trace = functools.partial(jax.eval_shape, jax.grad(attended), q.update(shape=(2, rows, 4, features)), bias)
+    if refusal:
+        with pytest.raises(NotImplementedError):
+            trace()
+    else:
+        assert trace().dtype == dtype
+
+
+def test_query_heads_that_share_a_key_head_are_no_length() -> None:
+    q = jax.ShapeDtypeStruct((2, 3, 2, 256, 64), jnp.bfloat16)  # three query heads for each of two key heads
+    k = jax.ShapeDtypeStruct((2, 2, 256, 64), jnp.bfloat16)
+
+    def attend(q: Any, k: Any) -> Any:
+        weights = jax.nn.softmax(jnp.einsum("bghtd,bhsd->bhgts", q, k))
+        return jnp.einsum("bhgts,bhsd->bghtd", weights, k)
+
+    (product,) = softmax_products(jax.make_jaxpr(attend)(q, k))
+    assert 3 in product.shape and product.cudnn_refuses == ""
+
+
+def test_a_kernel_must_take_what_the_model_does_to_its_scores() -> None:
+    def of(loss: Any, **shapes: int) -> str:
+        q, v = (jax.ShapeDtypeStruct((2, 4, 256, shapes.get(name, 64)), jnp.bfloat16) for name in "qv")
+        (product,) = softmax_products(jax.make_jaxpr(loss)(q, v))
+        return backend_of(target_named("h100")).attention_kernel(needs=product.needs, cudnn_refuses=product.cudnn_refuses)
+
+    kernel = "an attention kernel that never stores the scores and takes"
+    capped = of(lambda q, v: jax.nn.softmax(jnp.tanh(q @ q.mT / 50) * 50) @ v)
+    assert capped == f"{kernel} tanh of the scores; cuDNN's does not"
+    wide = of(lambda q, v: jax.nn.softmax(q @ q.mT) @ v, v=128)
+    assert wide == f"{kernel} values with another number of features than the keys; cuDNN's does not"
+    assert "takes tanh of the scores, such as jax.experimental.pallas.ops.tpu.splash_attention" in backend_of(
+        target_named("v5e")
+    ).attention_kernel(needs="tanh of the scores")
+
+
+@needs_compiler
+def test_micro_batches_are_said_to_compute_another_function_where_examples_meet() -> None:
+    (need, advice), contrastive = advised(job(attention="scores", optimizer=None)), job(attention="scores", optimizer=None)
+    assert advice[MICRO].how.startswith('rj.plan(…, allow="micro_batches"), or rj.accumulate_gradients(sums, 2), where')
+    assert advice[MICRO].why.endswith("The loss is a sum or a mean over examples, so the function stays the same")
+    loss = contrastive.loss
+    contrastive.loss = lambda params, tokens, targets: loss(params, tokens, targets[::-1])
+    changed = advised(contrastive)[1][MICRO]
+    assert changed.how.startswith("rj.accumulate_gradients(sums, 2), where sums(params, *batch) returns the sum of the losses")
+    assert "unless the loss is written over independent examples: rev int32[4, 512] at " in changed.why and need
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up, self.down = nnx.Linear(WIDTH, 64 * WIDTH, rngs=rngs), nnx.Linear(64 * WIDTH, WIDTH, rngs=rngs)
+        self.dropout, self.steps = nnx.Dropout(0.1, rngs=rngs), nnx.Param(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: Any) -> Any:
+        return x + self.dropout(self.down(nnx.gelu(self.up(x))))
+
+
+def nnx_loss(model: Any, x: Any) -> Any:
+    return jnp.mean(model(x).astype(jnp.float32) ** 2)
+
+
+@needs_compiler
+def test_advice_is_code_that_runs_on_the_model_that_it_was_given_for() -> None:
+    """Each `how` is run as it is written. There are integers among the parameters."""
+    work, model = job(vocabulary=8192, rows=2, length=16, dtype=jnp.float32), Layer(nnx.Rngs(0))
+    params = {"model": jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), work.params), "version": jnp.int32(1)}
+    options = {"optimizer": optax.adam(1e-3), "trainable": "*kernel*"}
+
+    def of_linen(params: Any) -> rj.Workload:
+        return rj.Workload(lambda params, *batch: work.loss(params["model"], *batch), params, work.batch, Block, **options)
+
+    def of_nnx(model: Any) -> rj.Workload:
+        return rj.Workload.from_nnx(model, nnx_loss, (jnp.ones((64, WIDTH)),), Layer, **options)
+
+    for made, argument in ((of_linen, "params"), (of_nnx, "model")):
+        names = {"jax": jax, "jnp": jnp, "nnx": nnx, "rj": rj, "optimizer": optax.adam(1e-3), "params": params, "model": model}
+        workload = made(names[argument])
+        need, advice = advised(workload)
+        exec(f"optimizer = {advice[STATE].how}", names)
+        assert rj.measure(workload.with_optimizer(names["optimizer"]), "full", "h200").device_bytes < need
+        code, _, remark = advice[DTYPE].how.partition(";")
+        exec(code, names)
+        left = rj.measure(made(names[argument]), "full", "h200").device_bytes
+        assert 0 < advice[DTYPE].bytes <= need - left and remark == " bfloat16 rounds small updates away"

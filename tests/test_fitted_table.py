@@ -1,0 +1,69 @@
+"""Tables on a narrow terminal: no word is broken, columns are left out, and the caption names them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from remat_jax.planning.explain import named_table, plan_table
+from remat_jax.planning.plan_data import Point
+from remat_jax.policy import NAMED
+from remat_jax.report.tables import render, table
+from tests.plan_by_hand import plan
+
+PLAN = plan(
+    assumed_rates=("flops",),
+    named=tuple(Point(name, 2**30 * at, 2**28, 0.01 * (at + 1), True, timed=True) for at, name in enumerate(NAMED)),
+)
+
+
+def cells(text: str) -> list[list[str]]:
+    """The rows of a printed table; a cell over several lines is joined."""
+    rows, row = [], None
+    for line in text.splitlines():
+        if line[:1] == "│":
+            parts = [part.strip() for part in line.strip("│").split("│")]
+            if row is None or parts[0]:
+                rows.append(row := [[] for _ in parts])
+            for cell, part in zip(row, parts, strict=True):
+                cell += part.split()
+    return [[" ".join(cell) for cell in row] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("width", "left_out"),
+    [
+        (120, ""),
+        (80, "memory, time, over keeping everything."),
+        (60, "memory, host, step, time, over keeping everything."),
+    ],
+)
+def test_the_named_policies_keep_their_names_and_verdicts(width: int, left_out: str) -> None:
+    text = render(named_table(PLAN), width)
+    assert max(map(len, text.splitlines())) <= width
+    rows = cells(text)
+    assert {row[0] for row in rows} == {"this plan", *NAMED} and {row[-1] for row in rows} == {"fits", "too large"}
+    assert {row[1] for row in rows} >= {"1.0 GiB", "6.0 GiB"}
+    caption = " ".join(text.partition("┘")[2].split())
+    assert caption == (f"Left out for lack of room: {left_out}" if left_out else "")
+    if width > 60:
+        assert {row[4 if width > 80 else 3] for row in rows} >= {"8.5 ms to 14 ms", "51 ms to 81 ms"}
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_the_plan_breaks_no_word(width: int) -> None:
+    whole, narrow = render(plan_table(PLAN), 200), render(plan_table(PLAN), width)
+    assert max(map(len, narrow.splitlines())) <= width
+    words = set(re.findall(r"[^\s│┃]+", f"{whole} Left out for lack of room: recomputed, recompute time, copies not hidden."))
+    assert set(re.findall(r"[^\s│┃━─┏┓┡┩└┘┳╇┴]+", narrow)) <= words
+    assert " ".join(row[0] for row in cells(narrow)) == "PlannedLayer 0–2 PlannedLayer 3"
+
+
+def test_a_word_wider_than_the_terminal_is_broken_after_a_separator() -> None:
+    name = "decoder/layers/self_attention/query_projection:dot_general#0"
+    rows = render(table("", ["residual", "size"], [[name, 12]]), 41)
+    assert [line.split("│")[1].strip() for line in rows.splitlines() if line[0] == "│"] == [
+        "decoder/layers/self_attention/",
+        "query_projection:dot_general#0",
+    ]
