@@ -36,19 +36,31 @@ def jit_of(function: Any, count: int = 0) -> Jit:
 
 def jitted_like(function: Callable[..., Any], like: Any, options: Mapping[str, Any]) -> Callable[..., Any]:
     """`function` under a `jit` as that of `like`, with these compiler options; `function` itself if `like` has none."""
-    donated, static = jit_of(like)
-    chosen = {"donate_argnums": donated, "static_argnums": static}
     if is_jax_jit(like):
-        return jax.jit(function, **chosen, compiler_options=dict(options))
+        return jax.jit(function, **_options(like), compiler_options={**dict(like._jit_info.compiler_options_kvs), **options})
     if isinstance(like, _NNX_JIT):
-        again = nnx.jit(function, in_shardings=like.in_shardings, out_shardings=like.out_shardings, **chosen)
+        given = _options(like.jitted_fn) | {"in_shardings": like.in_shardings, "out_shardings": like.out_shardings}
+        again = nnx.jit(function, **given)
         if options:  # `nnx.jit` takes none
-            again.jitted_fn = jax.jit(again.jitted_fn.__wrapped__, **chosen, compiler_options=dict(options))
+            jitted = again.jitted_fn
+            again.jitted_fn = jax.jit(jitted.__wrapped__, **_options(jitted), compiler_options=dict(options))
         return again
     if _is_equinox(like):
         donate = {(True, True): "all", (False, True): "all-except-first"}.get((like.donate_first, like.donate_rest), "none")
         return sys.modules["equinox"].filter_jit(function, donate=donate, compiler_options=dict(options))
     return function
+
+
+def _options(jitted: Any) -> dict[str, Any]:
+    """The arguments of the `jax.jit` that returned `jitted`, except its compiler options."""
+    info = jitted._jit_info
+    names = ("donate_argnums", "donate_argnames", "static_argnums", "static_argnames", "keep_unused", "inline")
+    options = {name: getattr(info, name) for name in names}
+    for name in ("in_shardings", "out_shardings"):
+        leaves = [None if type(leaf).__name__ == "UnspecifiedValue" else leaf for leaf in getattr(info, f"{name}_leaves")]
+        if any(leaf is not None for leaf in leaves):
+            options[name] = jax.tree.unflatten(getattr(info, f"{name}_treedef"), leaves)
+    return options
 
 
 def _is_equinox(function: Any) -> bool:

@@ -224,7 +224,7 @@ class _Adviser:
         # XLA uses a result's buffer for temporary arrays until the result is written. With donation the result shares the
         # argument's buffer. The old value occupies it until the result is written, so the temporary arrays need other memory.
         left = self.timeline.peak(lambda buffer: 0 if buffer.phase == RESULT and _elements(buffer.shape) in elements else 1)
-        how = f"jax.jit(step, donate_argnums={undonated!r}), and donate=True (or donate_argnums) in the Workload"
+        how = f"jax.jit(step, donate_argnums={undonated!r})" + (", and donate=True" if self.workload.has_loss else "")
         names = [self.step.labels[place] for place in undonated]
         why = (
             f"the step returns arrays of the same shapes as {' and '.join(names)} without donating the old buffers, so "
