@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,6 +84,7 @@ class Workload:
     """The number of micro-batches in which a step computes the gradient; `batch` is one of them, `whole_batch` are all."""
     whole_batch: tuple[Any, ...]
     _blocks: tuple[Block, ...] | None
+    _found: FoundBlocks | None = None
     _inside: LossInside | None = None
     """The loss inside a finished step."""
     declared: str | None = None
@@ -252,7 +252,7 @@ class Workload:
     @property
     def found(self) -> FoundBlocks | None:
         """The blocks that were found, and what else could be blocks; None if `blocks` were given."""
-        return self._find if self._blocks is None else None
+        return self.find_blocks() if self._blocks is None else None
 
     def find_blocks(self) -> FoundBlocks:
         """The repeated parts of the loss whose checkpoints save the most memory, also if `blocks` were given.
@@ -260,25 +260,23 @@ class Workload:
         Raises:
           BlockError: nothing in the loss is repeated, or two choices are equally good.
         """
-        return self._find
-
-    @functools.cached_property
-    def _find(self) -> FoundBlocks:
-        if self._finished is not None:
-            return find_blocks_of_step(self._finished.function, self._finished.arguments, self.name)
-        loss, trained, frozen = self.split_loss("off")
-        value = (lambda *args: loss(*args)[0]) if self.has_aux else loss
-        return find_blocks(value, trained, (frozen, *self.batch), self.name)
+        if self._found is None and self._finished is not None:
+            self._found = find_blocks_of_step(self._finished.function, self._finished.arguments, self.name)
+        elif self._found is None:
+            loss, trained, frozen = self.split_loss("off")
+            value = (lambda *args: loss(*args)[0]) if self.has_aux else loss
+            self._found = find_blocks(value, trained, (frozen, *self.batch), self.name)
+        return self._found
 
     @property
     def blocks(self) -> tuple[Block, ...]:
         """The units of checkpointing, given or found."""
-        return self._blocks or self._find.blocks
+        return self._blocks or self.find_blocks().blocks
 
     def with_loss(self, loss: Callable[..., Any]) -> Workload:
         """The same step with a new loss that takes the same arguments."""
         workload = copy.copy(self)
-        workload.loss, workload.own_loss = under(self.mesh, self._model.loss(loss)), loss
+        workload.loss, workload.own_loss, workload._found = under(self.mesh, self._model.loss(loss)), loss, None
         return workload
 
     def with_optimizer(self, optimizer: Any) -> Workload:
@@ -290,7 +288,7 @@ class Workload:
     def in_micro_batches(self, n: int, declared: str | None = None) -> Workload:
         """The same step, with its gradient computed in `n` micro-batches (`train.micro_batches`)."""
         workload = copy.copy(self)
-        workload.micro_batches, workload.declared = n, declared
+        workload.micro_batches, workload.declared, workload._found = n, declared, None
         workload.batch = fewer_rows(self.whole_batch, n, self._states)
         return workload
 

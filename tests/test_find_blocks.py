@@ -223,6 +223,26 @@ def test_a_scan_is_split_by_layer_and_keeps_its_gradients() -> None:
         rj.checkpoint_blocks(lambda x: x.sum(), {"scans": "full"})(x)
 
 
+def test_of_nested_scans_and_branches_the_outermost_is_taken() -> None:
+    """And a copy of a workload with another loss or batch searches anew."""
+
+    def loss(ws, x):
+        return jax.lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0].sum()
+
+    def in_parts(ws, x):
+        return jax.lax.scan(lambda total, x: (total + loss(ws, x), None), 0.0, x.reshape(2, 2, 8))[0]
+
+    def in_a_branch(ws, x):
+        return jax.lax.cond(x[0, 0] > 0, loss, lambda ws, x: x.sum(), ws, x)
+
+    jobs = {each: rj.Workload(each, W, (jnp.ones((4, 8)),)) for each in (loss, in_parts, in_a_branch)}
+    taken = {each: [(found.name, found.calls) for found in job.find_blocks().taken] for each, job in jobs.items()}
+    assert taken == {loss: [("scans", 4)], in_parts: [("scans", 2)], in_a_branch: [("scans", 4)]}
+    halves = jobs[loss].in_micro_batches(2).find_blocks()
+    assert 2 * halves.residual_bytes == jobs[loss].find_blocks().residual_bytes
+    assert jobs[loss].with_loss(in_parts).find_blocks().taken[0].calls == 2
+
+
 def test_without_a_choice_the_error_shows_the_candidates() -> None:
     with pytest.raises(BlockError, match=r"no module, .* in '<lambda>' with much of its.*: Model \(1 calls.*; Layer \("):
         _ = job_of(stack(Layer)()).blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable
@@ -23,6 +24,7 @@ import examples.steps
 import remat_jax as rj
 from examples.steps import fsdp, gan, nnx_optimizer
 from examples.steps.network import LAYERS, WIDTH, Layer, Net, parameters, rows
+from remat_jax import compat
 from remat_jax.cli.workloads import load_workload
 from remat_jax.compat import differentiation
 from remat_jax.cost.count import matmuls
@@ -133,6 +135,42 @@ def test_what_a_steps_own_jit_donates_is_measured_as_donated() -> None:
     args = (params, X, 2)
     for one, other in zip(results(plain, args), results(rj.checkpoint_blocks(donating, {Layer: BY_LAYER}), args), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+class Trainer:
+    """A step that is a method, with what is static by position, by name, and by keyword alone."""
+
+    @functools.partial(jax.jit, static_argnums=0, static_argnames=("word",), donate_argnames=("params",))
+    def step(self, params: Any, x: jax.Array, power: int = 2, *, word: str = "up") -> Any:
+        grads = jax.grad(lambda params: (Net().apply({"params": params}, x) ** power).mean())(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * len(word) * g, params, grads)
+
+
+@pytest.mark.parametrize("step", [Trainer().step, functools.partial(Trainer.step, Trainer())])
+def test_methods_and_partials_of_jitted_steps_are_jitted_steps(step: Any) -> None:
+    params = parameters(Net())
+    job = rj.Workload.from_step(step, params, X)
+    assert rj.measure(job, "full", "cpu").alias_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    planned = rj.plan(step, (params, X), budget="1GiB", target="cpu").apply(step)
+    assert type(planned) is type(jax.jit(abs))
+    for options in ({}, {"word": "upward"}):
+        given = jax.tree.map(jnp.copy, params)
+        got, expected = planned(given, X, **options), step(jax.tree.map(jnp.copy, params), X, **options)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+        for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
+
+
+def test_compiler_options_of_a_step_are_no_part_of_its_measurement_and_stay_in_the_plan() -> None:
+    step = jax.jit(jax.grad(of_squares), compiler_options={"xla_cpu_enable_fast_math": False})
+    params = parameters(Net())
+    with pytest.warns(rj.RematWarning, match="the compiler options of its jit, {'xla_cpu_enable_fast_math': False}, are not"):
+        job = rj.Workload.from_step(step, params, X)
+    assert rj.measure(job, "full", "cpu").device_bytes > 0
+    planned = rj.plan(job, "1GiB", "cpu").apply(step)
+    assert compat.compiler_options(planned) == {"xla_cpu_enable_fast_math": False}
+    for one, other in zip(results(step, (params, X)), results(planned, (params, X)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["accumulation", "nnx_optimizer", "equinox_filter_jit"])

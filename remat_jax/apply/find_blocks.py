@@ -173,5 +173,6 @@ def _nothing(found: Sequence[Found], total: int, name: str) -> str:
     seen = f" The parts with the most of its {format_bytes(total)} of residuals: {listed}." if listed else ""
     return (
         f"blocks=None: no module, checkpoint or scan in {name!r} with much of its residuals is repeated.{seen} Name the "
-        "blocks; to make a plain function a block, mark it with @remat_jax.block."
+        "blocks: a class, or a method that runs a layer (Layer.encode). To make a plain function a block, mark it with "
+        "@remat_jax.block."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,14 +47,29 @@ def of_arrays(step: Step, args: tuple[Any, ...], structs: Callable[[Any], Any]) 
     Args:
       structs: replaces the arrays in a pytree by their shapes, and refuses other values.
     """
+    own = step
+    if options := compat.compiler_options(step):
+        step = compat.without_compiler_options(step)
+        warn(f"step: the compiler options of its jit, {options}, are not part of what is measured and planned")
     static = set(compat.jit_of(step).static)
     places = tuple(place for place in range(len(args)) if place not in static)
     varied = tuple(args[place] for place in places)
     of_varied = of_some(step, args, places) if static else step
     if nodes_in(varied):
-        return FinishedStep(*_of_nnx(of_varied, varied, structs, step), arrays_of(varied), places)
+        return FinishedStep(*_of_nnx(of_varied, varied, structs, own), arrays_of(varied), places)
     model = ModelArrays(varied)
-    return FinishedStep(model.of_all(of_varied), structs(model.arrays), model.arrays, places)
+    return FinishedStep(_only_arrays(model.of_all(of_varied)), structs(model.arrays), model.arrays, places)
+
+
+def _only_arrays(step: Step) -> Step:
+    """`step` without results that are no arrays and no numbers, such as text or the functions in a model."""
+
+    @functools.wraps(step)
+    def of_arrays(*args: Any) -> Any:
+        kept = lambda leaf: leaf if compat.is_array(leaf) or isinstance(leaf, bool | int | float | complex) else None  # noqa: E731
+        return jax.tree.map(kept, step(*args))
+
+    return of_arrays
 
 
 def donated(step: Step, given: int | Sequence[int] | None, count: int) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ to the backward pass then say inside which calls it was made. The model's own ch
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence, Set
@@ -102,25 +103,30 @@ class TracedLoss:
         self._add_calls()
         self.total = self._add_residuals(opened, trained)
 
-    def _opened(self, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
-        """`jaxpr` on `values` without checkpoints; each checkpoint and each iteration of a scan in a scope of its own."""
+    def _opened(self, jaxpr: Any, values: Sequence[Any], around: Set[str] = frozenset()) -> list[Any]:
+        """`jaxpr` on `values` without checkpoints; each checkpoint and each iteration of a scan in a scope of its own.
+
+        Only the outermost ones have a scope: `around` are the kinds that are around `jaxpr`.
+        """
+
+        def scope(part: str, eqn: Any) -> AbstractContextManager[Any]:
+            return contextlib.nullcontext() if part in around else self._calls.scope(part, compat.source_line(eqn))
 
         def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
             if compat.is_checkpoint(eqn) and not compat.is_chunk_policy(compat.parameters(eqn).get("policy")):
-                with compat.eqn_context(eqn), self._calls.scope(CHECKPOINTS, compat.source_line(eqn)):
-                    return self._opened(compat.checkpoint_parts(eqn)[0], inputs)
+                with compat.eqn_context(eqn), scope(CHECKPOINTS, eqn):
+                    return self._opened(compat.checkpoint_parts(eqn)[0], inputs, around | {CHECKPOINTS})
             if eqn.primitive.name == "scan" and eqn.params["length"] > 1:
-                line = compat.source_line(eqn)
 
                 def iteration(*values: Any) -> list[Any]:
-                    with self._calls.scope(SCANS, line):
-                        return self._opened(bodies(eqn)[0], values)
+                    with scope(SCANS, eqn):
+                        return self._opened(bodies(eqn)[0], values, around | {SCANS})
 
                 return rebind(eqn, inputs, lambda _, body: retrace(body, iteration))
             inside = differentiated_bodies(eqn)
             if not inside or eqn.primitive.name == "while":
                 return None
-            return rebind(eqn, inputs, lambda _, body: retrace(body, lambda *values: self._opened(body, values)))
+            return rebind(eqn, inputs, lambda _, body: retrace(body, lambda *values: self._opened(body, values, around)))
 
         return interpret(jaxpr, values, visit)
 

@@ -133,7 +133,7 @@ class ModelArrays:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def of_all(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, which takes the entries of `whole`, as a function of those of `arrays` that returns only arrays."""
+        """`function`, which takes the entries of `whole`, as a function of those of `arrays`."""
         if not self._others:
             return function
 
@@ -141,7 +141,7 @@ class ModelArrays:
         def of_arrays(*arrays: Any) -> Any:
             models = self.whole(arrays)
             with known_paths(*models):
-                return jax.tree.map(lambda leaf: leaf if compat.is_operand(leaf) else None, function(*models))
+                return function(*models)
 
         return of_arrays
 

@@ -237,7 +237,10 @@ def _never_called(block: Block, record: Record) -> str:
     seen = f"The modules that were called: {listing}." if called else "No module of this kind was called at all."
     if block in PARTS:
         wanted = "jax.checkpoint region" if block == CHECKPOINTS else "scan of two or more iterations"
-        return f"block={block!r}: the function has no {wanted}. Name the class or function that runs a layer."
+        return (
+            f"block={block!r}: the function has no {wanted}, or only around or inside other blocks. Name the class or function "
+            "that runs a layer. Under jax.disable_jit scans are Python loops."
+        )
     if isinstance(block, str):
         hint = nearest(block.strip("*"), list(record.modules))
         functions = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from remat_jax.cli.output import Json, answering, progress
-from remat_jax.cli.workloads import ArgsOption, WorkloadArgument, load_on_mesh
+from remat_jax.cli.workloads import ArgsOption, WorkloadArgument, find_blocks, load_on_mesh
 
 
 def blocks(workload: WorkloadArgument, args: ArgsOption = None, as_json: Json = False) -> None:
@@ -17,6 +17,6 @@ def blocks(workload: WorkloadArgument, args: ArgsOption = None, as_json: Json = 
         job = load_on_mesh(workload, None, None, args)
         with progress() as show_step:
             show_step(f"{job.name}: tracing", 0, 1)
-            found = job.find_blocks()
+            found = find_blocks(workload, job)
         answer.show(found)
         answer.data(found.to_dict())

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from remat_jax import compat
+from remat_jax.apply.find_blocks import FoundBlocks
 from remat_jax.cli.output import Answer
 from remat_jax.errors import ArgumentError, RematError, nearest
 from remat_jax.hardware import Target
@@ -65,9 +66,15 @@ def load_on_mesh(
     compat.keep_to_cpu_without_gpu()
     job = load_workload(name, args)
     job = job if divided is None else job.on_mesh(divided)
-    if answer is not None and job.found is not None:
-        answer.show(job.found.text)
+    if answer is not None and (found := _guarded(f"workload={name!r}", lambda: job.found)) is not None:
+        answer.show(found.text)
     return job
+
+
+def find_blocks(name: str, job: Workload) -> FoundBlocks:
+    """`job.find_blocks()`; errors of the user's code, which is traced here for the first time, are ArgumentErrors."""
+    found: FoundBlocks = _guarded(f"workload={name!r}", job.find_blocks)
+    return found
 
 
 POLICY_HELP = "A name, a text, or the .json file of a plan"
@@ -104,9 +111,11 @@ def load_workload(name: str, args: str | None = None) -> Workload:
     """
     subject, expected = f"workload={name!r}", "a remat_jax.Workload"
     loaded = _attribute(name, subject, (Workload,))
-    if args is None and callable(loaded) and _needed(loaded):
-        args = f"{name.rpartition(':')[0]}:{_EXAMPLE}"
-        if not hasattr(_module(name.rpartition(":")[0], subject), _EXAMPLE):
+    module = name.rpartition(":")[0]
+    has_example = hasattr(_module(module, subject), _EXAMPLE)
+    if args is None and callable(loaded) and (_needed(loaded) or (has_example and inspect.signature(loaded).parameters)):
+        args = f"{module}:{_EXAMPLE}"
+        if not has_example:
             raise ArgumentError(
                 f"{subject} needs the arguments {', '.join(_needed(loaded))}. A function without arguments that returns a "
                 f"remat_jax.Workload needs none. If it is a training step, name its arguments with --args FILE:NAME, or put "
@@ -230,12 +239,19 @@ def _from_file(path: Path) -> ModuleType:
     if len(parts) > 1:
         return importlib.import_module(".".join(parts))
     # Under its own name, a file such as types.py would replace Python's standard module of this name.
-    spec = importlib.util.spec_from_file_location(f"_workload_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    version = path, path.stat().st_mtime_ns, path.stat().st_size
+    if version not in _ran:
+        spec = importlib.util.spec_from_file_location(f"_workload_{path.stem}", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        _ran[version] = module
+    return _ran[version]
+
+
+_ran: dict[tuple[Path, int, int], ModuleType] = {}
+"""The files that were run, each once: a step and its arguments may be in one file."""
 
 
 def _guarded(subject: str, run: Callable[[], Any]) -> Any:

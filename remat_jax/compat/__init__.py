@@ -43,9 +43,11 @@ from remat_jax.compat.jaxprs import uses_references as uses_references
 from remat_jax.compat.jaxprs import varying_axes as varying_axes
 from remat_jax.compat.jaxprs import with_equations as with_equations
 from remat_jax.compat.jaxprs import with_params as with_params
+from remat_jax.compat.jits import compiler_options as compiler_options
 from remat_jax.compat.jits import is_jax_jit as is_jax_jit
 from remat_jax.compat.jits import jit_of as jit_of
 from remat_jax.compat.jits import jitted_like as jitted_like
+from remat_jax.compat.jits import without_compiler_options as without_compiler_options
 from remat_jax.compat.policy_objects import OFFLOAD as OFFLOAD
 from remat_jax.compat.policy_objects import Selects as Selects
 from remat_jax.compat.policy_objects import names_in as names_in

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -25,42 +28,90 @@ def is_jax_jit(function: Any) -> bool:
 
 
 def jit_of(function: Any, count: int = 0) -> Jit:
-    """The options of the `jax.jit`, `nnx.jit` or `eqx.filter_jit` that returned `function`, which takes `count` arguments."""
-    if is_jax_jit(function):
-        return Jit(tuple(function._jit_info.donate_argnums), tuple(function._jit_info.static_argnums))
-    if isinstance(function, _NNX_JIT):  # it keeps JAX's function, whose arguments have the same places
-        return jit_of(function.jitted_fn)
-    first, rest = (_is_equinox(function) and getattr(function, name) for name in ("donate_first", "donate_rest"))
-    return Jit((*range(min(1, count) if first else 0), *range(1, count if rest else 1)))
+    """The options of the `jax.jit`, `nnx.jit` or `eqx.filter_jit` that returned `function`, which takes `count` arguments.
+
+    `function` may also be a method of an instance, or a `functools.partial`, of what such a `jit` returned.
+    """
+    jitted, bound = _unbound(function)
+    if isinstance(jitted, _NNX_JIT):  # it keeps JAX's function, whose arguments have the same places
+        jitted = jitted.jitted_fn
+    if is_jax_jit(jitted):
+        return Jit(*(_after(bound, getattr(jitted._jit_info, f"{what}_argnums")) for what in ("donate", "static")))
+    first, rest = (_is_equinox(jitted) and getattr(jitted, name) for name in ("donate_first", "donate_rest"))
+    count += bound
+    return Jit(_after(bound, (*range(min(1, count) if first else 0), *range(1, count if rest else 1))))
 
 
 def jitted_like(function: Callable[..., Any], like: Any, options: Mapping[str, Any]) -> Callable[..., Any]:
     """`function` under a `jit` as that of `like`, with these compiler options; `function` itself if `like` has none."""
-    if is_jax_jit(like):
-        return jax.jit(function, **_options(like), compiler_options={**dict(like._jit_info.compiler_options_kvs), **options})
-    if isinstance(like, _NNX_JIT):
-        given = _options(like.jitted_fn) | {"in_shardings": like.in_shardings, "out_shardings": like.out_shardings}
-        again = nnx.jit(function, **given)
-        if options:  # `nnx.jit` takes none
-            jitted = again.jitted_fn
-            again.jitted_fn = jax.jit(jitted.__wrapped__, **_options(jitted), compiler_options=dict(options))
+    jitted, bound = _unbound(like)
+    if is_jax_jit(jitted):
+        return jax.jit(function, **_options(jitted, bound), compiler_options={**compiler_options(jitted), **options})
+    if isinstance(jitted, _NNX_JIT):
+        given = _options(jitted.jitted_fn, bound)
+        again = nnx.jit(function, **given | ({} if bound else _shardings_of_nnx(jitted)))
+        if options := {**compiler_options(jitted), **options}:  # `nnx.jit` takes none
+            inner = again.jitted_fn
+            again.jitted_fn = jax.jit(inner.__wrapped__, **_options(inner), compiler_options=options)
         return again
-    if _is_equinox(like):
-        donate = {(True, True): "all", (False, True): "all-except-first"}.get((like.donate_first, like.donate_rest), "none")
+    if _is_equinox(jitted):
+        donate = {(True, True): "all", (False, True): "all-except-first"}.get((jitted.donate_first, jitted.donate_rest), "none")
         return sys.modules["equinox"].filter_jit(function, donate=donate, compiler_options=dict(options))
     return function
 
 
-def _options(jitted: Any) -> dict[str, Any]:
-    """The arguments of the `jax.jit` that returned `jitted`, except its compiler options."""
+def compiler_options(function: Any) -> dict[str, Any]:
+    """The compiler options of the `jax.jit` or `nnx.jit` that returned `function`."""
+    jitted, _ = _unbound(function)
+    jitted = jitted.jitted_fn if isinstance(jitted, _NNX_JIT) else jitted
+    return dict(jitted._jit_info.compiler_options_kvs) if is_jax_jit(jitted) else {}
+
+
+def without_compiler_options(function: Any) -> Any:
+    """`function`, which then can be called under another `jit`: JAX refuses compiler options of an inner one."""
+    if not compiler_options(function):
+        return function
+    if isinstance(function, _NNX_JIT):
+        return nnx.jit(function.fun, **_options(function.jitted_fn) | _shardings_of_nnx(function))
+    if is_jax_jit(function):
+        return jax.jit(function.__wrapped__, **_options(function))
+    jitted, _ = _unbound(function)
+    if isinstance(function, types.MethodType):
+        return types.MethodType(without_compiler_options(function.__func__), function.__self__)
+    return functools.partial(without_compiler_options(jitted), *function.args, **function.keywords)
+
+
+def _unbound(function: Any) -> tuple[Any, int]:
+    """What a method or a `functools.partial` calls, and how many arguments it has bound by position."""
+    if isinstance(function, types.MethodType):
+        return function.__func__, 1
+    return (function.func, len(function.args)) if isinstance(function, functools.partial) else (function, 0)
+
+
+def _after(bound: int, places: Any) -> tuple[int, ...]:
+    return tuple(place - bound for place in places if place >= bound)
+
+
+def _options(jitted: Any, bound: int = 0) -> dict[str, Any]:
+    """The arguments of the `jax.jit` that returned `jitted`, except its compiler options, for the arguments after `bound`."""
     info = jitted._jit_info
-    names = ("donate_argnums", "donate_argnames", "static_argnums", "static_argnames", "keep_unused", "inline")
-    options = {name: getattr(info, name) for name in names}
+    options: dict[str, Any] = {name: getattr(info, name) for name in ("keep_unused", "inline")}
+    only_named = {name for name, each in info.fun_signature.parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY}
+    for what in ("donate", "static"):
+        names = getattr(info, f"{what}_argnames")
+        options[f"{what}_argnums"] = _after(bound, getattr(info, f"{what}_argnums"))
+        options[f"{what}_argnames"] = [name for name in names if name in only_named] if bound else names
     for name in ("in_shardings", "out_shardings"):
         leaves = [None if type(leaf).__name__ == "UnspecifiedValue" else leaf for leaf in getattr(info, f"{name}_leaves")]
         if any(leaf is not None for leaf in leaves):
-            options[name] = jax.tree.unflatten(getattr(info, f"{name}_treedef"), leaves)
+            shardings = jax.tree.unflatten(getattr(info, f"{name}_treedef"), leaves)
+            dynamic = len(set(range(bound)) - set(info.static_argnums))
+            options[name] = shardings[dynamic:] if name == "in_shardings" and isinstance(shardings, tuple) else shardings
     return options
+
+
+def _shardings_of_nnx(jitted: Any) -> dict[str, Any]:
+    return {"in_shardings": jitted.in_shardings, "out_shardings": jitted.out_shardings}
 
 
 def _is_equinox(function: Any) -> bool:

@@ -99,7 +99,7 @@ def origin(
                 return replace(inner, key=(atom, inner.key), scanned=inner.scanned or is_stacked, named_input=None)
             atom = eqn.invars[inner.key[1]]
         else:
-            return _made_here(eqn, atom, outer + compat.scopes(eqn), here)
+            return _made_here(eqn, atom, outer + compat.scopes(eqn), here, trail)
     return Origin(("literal", id(atom)), "constant", "literal")  # the jaxpr holds the literal, which has no hash
 
 
@@ -140,15 +140,31 @@ def _divides_a_stack(eqn: JaxprEqn) -> bool:
     return bool(before) and after[2:] == before[1:] and math.prod(after[:2]) == before[0]
 
 
-def _made_here(eqn: JaxprEqn, atom: Any, path: tuple[str, ...], layers: range | None) -> Origin:
+def _made_here(eqn: JaxprEqn, atom: Any, path: tuple[str, ...], layers: range | None, trail: Trail) -> Origin:
     """The origin of an equation's output. An output of a `cond` has the names from all its branches."""
     branches = [body.jaxpr for body in bodies(eqn)] if eqn.primitive.name == "cond" else []
-    origins = [origin(branch, branch.outvars[eqn.outvars.index(atom)], path, layers) for branch in branches]
+    trails: list[Trail] = [[] for _ in branches]
+    origins = [
+        origin(branch, branch.outvars[eqn.outvars.index(atom)], path, layers, inside)
+        for branch, inside in zip(branches, trails, strict=True)
+    ]
+    # The other branches return zeros in the array's place, which are made in no scope.
+    deepest: Trail = max(trails, key=_depth, default=[])
+    trail += deepest
     named = [source for source in origins if source.kind == "named"]
     if named:
         names = dict.fromkeys(name for source in named for name in (source.name, *source.aliases))
         return replace(named[0], key=(atom, named[0].key), aliases=tuple(names)[1:], named_input=None)
     return Origin(atom, "equation", f"{'/'.join(path)}:{compat.kind(eqn)}", compat.source_line(eqn), layers=layers)
+
+
+def _depth(trail: Trail) -> int:
+    """The number of scopes of the equation that computes the last variable of a trail."""
+    if not trail:
+        return 0
+    jaxpr, var, outer = trail[-1]
+    maker = makers_of(jaxpr).get(var)
+    return len(outer) + (0 if maker is None else len(compat.scopes(maker)))
 
 
 def _through_scan(eqn: JaxprEqn, index: int, path: tuple[str, ...], layers: range | None, trail: Trail) -> Origin:

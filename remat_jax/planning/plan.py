@@ -112,7 +112,8 @@ class Plan(PlanData):
         """As `apply`; if `or_whole`, the batch may be whole although the plan has micro-batches."""
         if not callable(fn):
             raise ArgumentError(f"fn={fn!r}: expected a function that runs the model")
-        changed = chunk_head(fn) if "head_in_chunks" in self.changes else fn
+        own = compat.without_compiler_options(fn)
+        changed = chunk_head(own) if "head_in_chunks" in self.changes else own
         planned = changed if self.is_off else checkpoint_blocks(changed, self.policies)
         name = f"the plan for {self.workload!r}"
         passed: set[Hashable] = set()
@@ -120,7 +121,7 @@ class Plan(PlanData):
         @functools.wraps(fn)
         def with_plan(*args: P.args, **kwargs: P.kwargs) -> R:
             if strict:
-                self.model.check_call(fn, args, kwargs, name, micro_batches=self.micro_batches, or_whole=or_whole)
+                self.model.check_call(own, args, kwargs, name, micro_batches=self.micro_batches, or_whole=or_whole)
             else:
                 self.model.check_arguments((args, kwargs), name)
             try:
@@ -133,7 +134,7 @@ class Plan(PlanData):
                 ) from None
             # Counting checkpoints traces again: do it once per signature, and only if there are checkpoints.
             if strict and (regions or self.model.checkpoints) and (signature := call_signature(args, kwargs)) not in passed:
-                self.model.check_checkpoints(fn, args, kwargs, name)
+                self.model.check_checkpoints(own, args, kwargs, name)
                 passed.add(signature)
             return outputs
 
