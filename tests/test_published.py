@@ -16,7 +16,7 @@ from benchmarks.published import tensor
 from benchmarks.published.__main__ import Record, Row, allowed, figures, missed, ratios, recorded, row
 from benchmarks.published.cases import ABSOLUTE, CASES, SECOND, Case
 from benchmarks.published.model import Shape, workload
-from benchmarks.published.tpu_cases import GPT3_175B, LLAMA31_8B, LLAMA31_70B, TPU_CASES, fsdp, operations, relu
+from benchmarks.published.tpu_cases import GPT3_175B, LLAMA31_8B, LLAMA31_70B, TPU_CASES, fsdp, maxtext_2023, operations
 
 SMALL = Shape(2, 256, 512, 2, 1024, kv_heads=1)
 
@@ -43,14 +43,15 @@ def test_the_decoder_has_the_parameters_of_its_shape(tied: bool) -> None:
 @pytest.mark.parametrize(
     "shape, billions",
     [
-        (relu(48, 6144, 24576, 24), 21.94),
-        (relu(32, 5120, 32768, 32), 16.27),
-        (relu(64, 10240, 32768, 32), 64.76),
+        (maxtext_2023(48, 6144, 24576, 24), 21.94),
+        (maxtext_2023(32, 5120, 32768, 32), 16.27),
+        (maxtext_2023(64, 10240, 32768, 32), 64.76),
     ],
 )
 def test_maxtext_decoders_have_their_published_parameters(shape: Shape, billions: float) -> None:
     params = workload(shape, 1, 128).params
-    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == shape.matrices + (2 * shape.layers + 1) * shape.width
+    norms = (shape.layers + 1) * shape.width + 3 * shape.layers * shape.size
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == shape.matrices + norms
     assert shape.matrices / 1e9 == pytest.approx(billions, abs=0.005)
 
 
@@ -64,7 +65,7 @@ def test_operations_are_counted_like_maxtexts(shape: Shape, batch: int, length: 
 
 
 def test_a_tensor_axis_shards_heads_hidden_features_and_tokens() -> None:
-    work = workload(relu(2, 512, 1024, 4), 1, 128, mesh=fsdp(8, 4))
+    work = workload(maxtext_2023(2, 512, 1024, 4), 1, 128, mesh=fsdp(8, 4))
     placed = jax.tree.map(lambda sharding: tuple(sharding.spec), work.shardings[0])
     layer, over = placed["layers"]["layer"], ("data", "fsdp")
     assert layer["query"]["kernel"] == layer["up"]["kernel"] == (None, over, "tensor")
@@ -154,3 +155,11 @@ def test_rows_are_recorded_and_a_new_row_replaces_its_old_row(tmp_path: Path) ->
     path.write_text(path.read_text().replace(f'"published_seconds": {first.seconds}', '"published_seconds": 1.5'))
     with pytest.raises(SystemExit, match="not with this published time"):
         recorded(path)
+
+
+def test_attention_and_the_feed_forward_of_maxtext_in_2023_read_the_same_norm() -> None:
+    """So neither of their results is a residual: only what the feed-forward and the attention compute from the norm."""
+    work = workload(maxtext_2023(4, 512, 1024, 4, "dense"), 1, 128)
+    saved = {entry.name.split("/")[-1] for entry in rj.residuals(work, "dots_with_no_batch_dims") if entry.action == "save"}
+    assert {f"{name}:dot_general#0" for name in ("query", "key", "value", "up")} <= saved
+    assert not {f"{name}:dot_general#0" for name in ("out", "down")} & saved
