@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,10 @@ import pytest
 import remat_jax as rj
 from benchmarks.published import __main__ as command
 from benchmarks.published import tensor
-from benchmarks.published.__main__ import Row, allowed, figures, missed, ratios, row
+from benchmarks.published.__main__ import Record, Row, allowed, figures, missed, ratios, recorded, row
 from benchmarks.published.cases import ABSOLUTE, CASES, SECOND, Case
 from benchmarks.published.model import Shape, workload
-from benchmarks.published.tpu_cases import GPT3_175B, LLAMA31_8B, LLAMA31_70B, TPU_CASES, fsdp, operations, relu
+from benchmarks.published.tpu_cases import GPT3_175B, LLAMA31_8B, LLAMA31_70B, TPU_CASES, fsdp, maxtext_2023, operations
 
 SMALL = Shape(2, 256, 512, 2, 1024, kv_heads=1)
 
@@ -41,11 +42,16 @@ def test_the_decoder_has_the_parameters_of_its_shape(tied: bool) -> None:
 
 @pytest.mark.parametrize(
     "shape, billions",
-    [(relu(48, 6144, 24576, 24), 21.94), (relu(32, 5120, 32768, 32), 16.27), (relu(64, 10240, 32768, 32), 64.76)],
+    [
+        (maxtext_2023(48, 6144, 24576, 24), 21.94),
+        (maxtext_2023(32, 5120, 32768, 32), 16.27),
+        (maxtext_2023(64, 10240, 32768, 32), 64.76),
+    ],
 )
 def test_maxtext_decoders_have_their_published_parameters(shape: Shape, billions: float) -> None:
     params = workload(shape, 1, 128).params
-    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == shape.matrices + (2 * shape.layers + 1) * shape.width
+    norms = (shape.layers + 1) * shape.width + 3 * shape.layers * shape.size
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == shape.matrices + norms
     assert shape.matrices / 1e9 == pytest.approx(billions, abs=0.005)
 
 
@@ -59,7 +65,7 @@ def test_operations_are_counted_like_maxtexts(shape: Shape, batch: int, length: 
 
 
 def test_a_tensor_axis_shards_heads_hidden_features_and_tokens() -> None:
-    work = workload(relu(2, 512, 1024, 4), 1, 128, mesh=fsdp(8, 4))
+    work = workload(maxtext_2023(2, 512, 1024, 4), 1, 128, mesh=fsdp(8, 4))
     placed = jax.tree.map(lambda sharding: tuple(sharding.spec), work.shardings[0])
     layer, over = placed["layers"]["layer"], ("data", "fsdp")
     assert layer["query"]["kernel"] == layer["up"]["kernel"] == (None, over, "tensor")
@@ -101,7 +107,7 @@ def test_dropout_drops_a_tenth_and_its_attention_mask_is_drawn_again() -> None:
 def test_unrolled_layers_are_extrapolated_from_few(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(command, "_times", lambda case, layers: (1 + layers / 2, 1 + layers / 4))
+    monkeypatch.setattr(command, "_compiled", lambda case, layers: (1 + layers / 2, 1 + layers / 4, 100 * layers))
     case = dataclasses.replace(CASES[0], shape=dataclasses.replace(SMALL, layers=10, unrolled=True))
     assert (row(case).seconds, row(case).compute) == (6.0, 3.5)
     assert row(dataclasses.replace(case, tensor=8)).seconds == 0.5
@@ -138,3 +144,22 @@ def test_what_misses_is_told_and_a_sixth_may() -> None:
 def test_the_figures_of_the_note() -> None:
     made = figures([Row(CASES[0], 0.75, 0.7)])
     assert made.startswith("| step |") and "| 720 ms | 750 ms | +4 % | 50 ms |" in made and "\nSources:\n" in made
+
+
+def test_rows_are_recorded_and_a_new_row_replaces_its_old_row(tmp_path: Path) -> None:
+    path = tmp_path / "published.json"
+    first, second = CASES[:2]
+    for added in (Row(first, 9.0, 9.0, 100), Row(second, 1.4, 1.3, 300), Row(first, 0.75, 0.7, 200)):
+        Record(path).add(added, 60.0)
+    assert recorded(path) == [Row(first, 0.75, 0.7, 200), Row(second, 1.4, 1.3, 300)]
+    path.write_text(path.read_text().replace(f'"published_seconds": {first.seconds}', '"published_seconds": 1.5'))
+    with pytest.raises(SystemExit, match="not with this published time"):
+        recorded(path)
+
+
+def test_attention_and_the_feed_forward_of_maxtext_in_2023_read_the_same_norm() -> None:
+    """So neither of their results is a residual: only what the feed-forward and the attention compute from the norm."""
+    work = workload(maxtext_2023(4, 512, 1024, 4, "dense"), 1, 128)
+    saved = {entry.name.split("/")[-1] for entry in rj.residuals(work, "dots_with_no_batch_dims") if entry.action == "save"}
+    assert {f"{name}:dot_general#0" for name in ("query", "key", "value", "up")} <= saved
+    assert not {f"{name}:dot_general#0" for name in ("out", "down")} & saved

@@ -155,6 +155,50 @@ def test_a_collective_in_parts_runs_once_beside_compute() -> None:
     assert time.compute_seconds == pytest.approx(15000 / CLOCK) and time.seconds == pytest.approx(2 * each)
 
 
+SPARSE = 'async_execution_thread="sparsecore"'
+SPARSE_CORE = f"""
+%gathers (p: f32[256,1024], t: token[]) -> f32[1024,1024] {{
+  %t = token[] parameter(1)
+  %p = f32[256,1024]{{1,0}} parameter(0)
+  ROOT %all = f32[1024,1024]{{1,0}} all-gather(%p), channel_id=7, replica_groups=mesh['a'=4] {{'a'}}, dimensions={{0}}
+}}, execution_thread="sparsecore"
+%copies (p: f32[1024,1024]) -> f32[1024,1024] {{
+  %p = f32[1024,1024]{{1,0}} parameter(0)
+  ROOT %c = f32[1024,1024]{{0,1}} copy(%p)
+}}, execution_thread="sparsecore"
+%formats (p: f32[1024,1024], t: token[]) -> f32[1024,1024] {{
+  %t = token[] parameter(1)
+  %p = f32[1024,1024]{{1,0}} parameter(0)
+  %begin = ((f32[1024,1024]{{1,0}}), f32[1024,1024]{{0,1}}, u32[]) call-start(%p), {SPARSE}, to_apply=%copies
+  ROOT %end = f32[1024,1024]{{0,1}} call-done(%begin)
+}}, execution_thread="sparsecore"
+ENTRY %main (x: f32[256,1024], y: f32[1024,1024]) -> f32[1024,1024] {{
+  %x = f32[256,1024]{{1,0}} parameter(0)
+  %y = f32[1024,1024]{{1,0}} parameter(1)
+  %now = s32[] custom-call(), custom_call_target="PrepareAsyncCallStart"
+  %token = token[] custom-call(%now), custom_call_target="PrepareAsyncCallDone"
+  %gather = ((f32[256,1024]{{1,0}}, token[]), f32[1024,1024]{{1,0}}) call-start(%x, %token), {SPARSE}, to_apply=%gathers
+  %format = ((f32[1024,1024]{{1,0}}, token[]), f32[1024,1024]{{0,1}}) call-start(%y, %token), {SPARSE}, to_apply=%formats
+  %work = f32[1024,1024]{{1,0}} fusion(%y), kind=kLoop, calls=%copies, {cycles(15000)}
+  %formatted = f32[1024,1024]{{0,1}} call-done(%format)
+  ROOT %gathered = f32[1024,1024]{{1,0}} call-done(%gather)
+}}
+"""
+
+
+def test_what_the_sparsecore_runs_is_beside_compute() -> None:
+    (gather,) = read_collectives(SPARSE_CORE)
+    assert (gather.kind, gather.count, gather.bytes) == ("all-gather", 1, 4 * 2**20)
+    time, links = timed(SPARSE_CORE), RATES.links
+    assert links is not None
+    each = links.seconds("all-gather", 4 * 2**20, 4)
+    assert each is not None and time.exchanges.seconds == pytest.approx(each)
+    work, format_seconds = 15000 / CLOCK, 2 * 4 * 2**20 / RATES.hbm_bytes_per_s
+    assert format_seconds > work, "compute waits for the copy, which began before it"
+    assert time.compute_seconds == pytest.approx(work) and time.untimed == ()
+    assert time.seconds == pytest.approx(max(format_seconds, each))
+
+
 @pytest.mark.parametrize(
     ("transfer", "kind"),
     [("ALL_REDUCE", "all-reduce"), ("ONE_TO_ONE", "collective-permute"), ("BROADCAST", "collective-broadcast")],

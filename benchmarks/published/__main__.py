@@ -4,6 +4,8 @@
     python -m benchmarks.published --tpu              all steps on TPUs
     python -m benchmarks.published GPT-2 v5e          the steps whose names contain one of these, on GPUs and TPUs
     python -m benchmarks.published --markdown         also prints the figures of the note, for `make figures`
+    python -m benchmarks.published --output FILE      also writes the rows to FILE, and keeps its rows of other steps
+    python -m benchmarks.published --show FILE        compiles nothing: the tables of the rows in FILE
 
 No GPU and no TPU is needed, and nothing is run. Rates are those of `remat_jax/hardware/targets.toml`; none was fitted to these
 steps.
@@ -12,12 +14,16 @@ steps.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -26,6 +32,7 @@ from benchmarks.published import tensor
 from benchmarks.published.cases import ABSOLUTE, CASES, MISSED_SHARE, RATIO, Case
 from benchmarks.published.model import workload
 from benchmarks.published.tpu_cases import TPU_CASES
+from benchmarks.record import git_commit, provenance, write_json
 from benchmarks.true_shapes.cases import compiling
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.compiler import compile_programs
@@ -39,11 +46,17 @@ COMPILED_DEPTHS = (2, 4)
 
 @dataclass(frozen=True)
 class Row:
-    """A case, the estimated seconds of its step, and its seconds of compute, without waits for collectives and copies."""
+    """A case and its estimate.
+
+    Attributes:
+      seconds, compute: the time of the step, and its part without waits for collectives and copies.
+      device_bytes: the compiled device memory of one device; of a layer if the case is one layer. None if unknown.
+    """
 
     case: Case
     seconds: float
     compute: float
+    device_bytes: int | None = None
 
     @property
     def off(self) -> float | None:
@@ -54,17 +67,21 @@ class Row:
 def row(case: Case) -> Row:
     """Compile a step and estimate its time, or with `case.tensor` one layer's time. Many unrolled layers are extrapolated."""
     if not case.shape.unrolled or case.shape.layers <= max(COMPILED_DEPTHS) and not case.tensor:
-        return Row(case, *_times(case, case.shape.layers))
-    few, more = (_times(case, layers) for layers in COMPILED_DEPTHS)
+        return _row(case, *_compiled(case, case.shape.layers))
+    few, more = (_compiled(case, layers) for layers in COMPILED_DEPTHS)
     each = [(second - first) / (COMPILED_DEPTHS[1] - COMPILED_DEPTHS[0]) for first, second in zip(few, more, strict=True)]
     if case.tensor:
-        return Row(case, *each)
+        return _row(case, *each)
     rest = case.shape.layers - COMPILED_DEPTHS[1]
-    return Row(case, *(time + rest * layer_time for time, layer_time in zip(more, each, strict=True)))
+    return _row(case, *(figure + rest * of_layer for figure, of_layer in zip(more, each, strict=True)))
 
 
-def _times(case: Case, layers: int) -> tuple[float, float]:
-    """The seconds of a step with this number of layers, and its seconds of compute."""
+def _row(case: Case, seconds: float, compute: float, device_bytes: float) -> Row:
+    return Row(case, seconds, compute, round(device_bytes))
+
+
+def _compiled(case: Case, layers: int) -> tuple[float, float, float]:
+    """The seconds of a step with this number of layers, its seconds of compute, and its bytes of device memory."""
     shape, name = replace(case.shape, layers=layers), case.name
     if case.tensor:
         work = tensor.workload(shape, case.batch, case.length, gpus=case.tensor, name=name)
@@ -80,7 +97,8 @@ def _times(case: Case, layers: int) -> tuple[float, float]:
         sizes = compile_programs([program], target, timeout=2400)[name]
     if sizes.time is None:
         raise SystemExit(f"{name}: {sizes.no_time} {sizes.refusal}")
-    return sizes.time.seconds, sizes.time.compute_seconds
+    device_bytes = sizes.temp + sizes.argument + sizes.output - sizes.alias
+    return sizes.time.seconds, sizes.time.compute_seconds, device_bytes
 
 
 @contextmanager
@@ -157,20 +175,67 @@ def figures(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+class Record:
+    """The rows of a file, written after every row.
+
+    Rows that the same versions wrote are kept. A step's new row replaces its old row.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.provenance, self.rows = path, provenance(), dict[str, dict[str, Any]]()
+        if path.exists():
+            old = json.loads(path.read_text(encoding="utf-8"))
+            if old["provenance"]["versions"] == self.provenance["versions"]:
+                self.rows = {saved["step"]: saved for saved in old["rows"]}
+
+    def add(self, row: Row, wall_seconds: float) -> None:
+        """Add a row, with the seconds that its compilation took and the commit of the sources."""
+        case = row.case
+        self.rows[case.name] = {
+            "step": case.name,
+            "target": case.target,
+            "policy": case.policy,
+            "flags": case.flags,
+            "published_seconds": case.seconds,
+            "estimated_seconds": row.seconds,
+            "compute_seconds": row.compute,
+            "device_bytes": row.device_bytes,
+            "wall_seconds": wall_seconds,
+            "commit": git_commit(),
+        }
+        write_json(self.path, {"provenance": self.provenance, "rows": list(self.rows.values())})
+
+
+def recorded(path: Path) -> list[Row]:
+    """The rows of a file that `Record` wrote, in the order of the cases.
+
+    Raises:
+      SystemExit: if the file has a step that is no case, or another published time than the case.
+    """
+    saved = {each["step"]: each for each in json.loads(path.read_text(encoding="utf-8"))["rows"]}
+    cases = [case for case in (*CASES, *TPU_CASES) if case.name in saved]
+    unknown = [*saved.keys() - {case.name for case in cases}]
+    unknown += [case.name for case in cases if case.seconds != saved[case.name]["published_seconds"]]
+    if unknown:
+        raise SystemExit(f"{path.name}: these steps are not cases, or not with this published time: {unknown}")
+    keys = ("estimated_seconds", "compute_seconds", "device_bytes")
+    return [Row(case, *(saved[case.name][key] for key in keys)) for case in cases]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help="parts of the steps' names")
     parser.add_argument("--tpu", action="store_true", help="the steps on TPUs instead of those on GPUs")
     parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--output", type=Path, metavar="FILE")
+    parser.add_argument("--show", type=Path, metavar="FILE")
     options = parser.parse_args()
     cases = TPU_CASES if options.tpu else (*CASES, *TPU_CASES) if options.parts else CASES
     chosen = [case for case in cases if not options.parts or any(part in case.name for part in options.parts)]
     if not chosen:
         parser.error(f"parts={options.parts!r}: no step's name contains these; the steps are {[case.name for case in cases]}")
-    console, rows = Console(width=150, stderr=options.markdown), []
-    for case in chosen:
-        rows.append(row(case))
-        console.print(*cells(rows[-1]), sep="  ")
+    console = Console(width=150, stderr=options.markdown)
+    rows = recorded(options.show) if options.show else _compile(chosen, console, options.output)
     console.print(table("Published steps, and their estimate", COLUMNS, [cells(each) for each in rows]))
     for case, published, estimated in ratios(rows):
         console.print(f"{case.name}: {estimated:.3f} times {case.beside!r}, published {published:.3f}")
@@ -180,6 +245,17 @@ def main() -> None:
     if options.markdown:
         print(figures(rows))
     sys.exit(len(missed(rows)) > allowed(rows))
+
+
+def _compile(cases: list[Case], console: Console, output: Path | None) -> list[Row]:
+    record, rows = Record(output) if output else None, []
+    for case in cases:
+        began = time.monotonic()
+        rows.append(row(case))
+        console.print(*cells(rows[-1]), sep="  ")
+        if record:
+            record.add(rows[-1], time.monotonic() - began)
+    return rows
 
 
 if __name__ == "__main__":

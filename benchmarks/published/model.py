@@ -41,7 +41,8 @@ class Shape:
       kv_heads: the number of heads of keys and values; 0 for as many as `heads`.
       head_size: the features of a head; 0 for `width` divided by `heads`.
       gated: whether the feed-forward has a gate, as in Llama; otherwise it is GELU between two dense layers, as in GPT.
-      relu: whether the layer is Llama's with ReLU between two dense layers, as in MaxText in 2023; `gated` is then False.
+      parallel: whether the layer is MaxText's of 2023: attention and the feed-forward, ReLU between two dense layers, read the
+        same norm and their results are added; queries, keys and values are normalised. `gated` is then False.
       tied: whether the head multiplies by the embedding table.
       whole: whether recomputing a layer runs all of it, as in PyTorch's compiler and in Megatron's checkpoint; otherwise JAX
         skips the layer's last matmul, whose result no gradient reads.
@@ -59,7 +60,7 @@ class Shape:
     kv_heads: int = 0
     head_size: int = 0
     gated: bool = True
-    relu: bool = False
+    parallel: bool = False
     tied: bool = False
     whole: bool = False
     pairs: bool = False
@@ -74,7 +75,7 @@ class Shape:
     @property
     def is_gpt(self) -> bool:
         """Whether the layer has biases and LayerNorm, and does not rotate its queries and keys."""
-        return not (self.gated or self.relu)
+        return not (self.gated or self.parallel)
 
     @property
     def matrices(self) -> int:
@@ -119,17 +120,22 @@ class DecoderLayer(nn.Module):
         q, k, v = (dense(count * size, name)(normed).reshape(*x.shape[:2], count, size) for name, count in heads.items())
         q, k, v = (_split(each, TENSOR, None) for each in (q, k, v))
         q, k = (each if shape.is_gpt else _rotated(each) for each in (q, k))
+        if shape.parallel:
+            q, k, v = (norm(f"{name}_norm")(each) for name, each in zip(heads, (q, k, v), strict=True))
         if shape.attention in ("pallas", "dense"):
             k, v = (jnp.repeat(each, shape.heads // each.shape[2], axis=2) for each in (k, v))
         attended = self._attention(q, k, v).reshape(*x.shape[:2], shape.heads * size)
-        x = x + _split(dense(shape.width, "out")(attended), TENSOR)
-        normed = norm("norm2")(x)
+        attended = _split(dense(shape.width, "out")(attended), TENSOR)
+        if not shape.parallel:
+            x = x + attended
+            normed = norm("norm2")(x)
         up = _split(dense(shape.hidden, "up")(normed), TENSOR)
         if shape.gated:
             hidden = nn.silu(_split(dense(shape.hidden, "gate")(normed), TENSOR)) * up
         else:
-            hidden = nn.relu(up) if shape.relu else nn.gelu(up)
-        x = x + _split(dense(shape.width, "down")(hidden), TENSOR)
+            hidden = nn.relu(up) if shape.parallel else nn.gelu(up)
+        fed_forward = _split(dense(shape.width, "down")(hidden), TENSOR)
+        x = x + (attended + fed_forward if shape.parallel else fed_forward)
         return read_backward(x) if shape.whole else x
 
     def _attention(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from benchmarks.published.cases import Case
 from benchmarks.published.model import TENSOR, Attention, Shape
 
+MINIMAL = "dots_with_no_batch_dims"
+"""MaxText's policy `minimal`."""
 OFFLOADED = "offload: @inputs, *query:dot_general#0, *key:dot_general#0, *value:dot_general#0"
 """MaxText's tensors `decoder_layer_input`, `query_proj`, `key_proj` and `value_proj`."""
 OUT_TOO = f"{OFFLOADED}, *out:dot_general#0"
@@ -20,9 +22,9 @@ MISTRAL_7B = replace(LLAMA31_8B, vocab=32000)
 GPT3_175B = Shape(96, 12288, 49152, 96, 50304, gated=False, tied=True, attention="splash")
 
 
-def relu(layers: int, width: int, hidden: int, heads: int, attention: Attention = "splash_512") -> Shape:
+def maxtext_2023(layers: int, width: int, hidden: int, heads: int, attention: Attention = "splash_512") -> Shape:
     """A decoder of MaxText in 2023."""
-    shape = Shape(layers, width, hidden, heads, 32768, head_size=256, gated=False, relu=True)
+    shape = Shape(layers, width, hidden, heads, 32768, head_size=256, gated=False, parallel=True)
     return replace(shape, tied=True, attention=attention)
 
 
@@ -43,6 +45,7 @@ _OFFLOAD = (
     "--xla_should_add_loop_invariant_op_in_chain=ENABLED --xla_max_concurrent_host_send_recv=100 "
     "--xla_tpu_scheduler_percent_shared_memory_limit=100 --xla_latency_hiding_scheduler_rerun=2"
 )
+FLAGS_V4 = "--xla_enable_async_all_gather=true"
 FLAGS_V5E = f"{_PARALLEL} {_GATHERS}"
 FLAGS_V5P = (
     "--xla_tpu_megacore_fusion_allow_ags=false --xla_enable_async_collective_permute=true "
@@ -53,6 +56,8 @@ FLAGS_V6E_8 = f"{FLAGS_V6E} --xla_jf_spmd_threshold_for_windowed_einsum_mib=1000
 FLAGS_GPT3 = f"{_LARGE_BLOCKS} {FLAGS_V5E} --xla_tpu_use_bundle_aware_cost_model_for_fusions=false"
 FLAGS_TPU7X = "--xla_tpu_scoped_vmem_limit_kib=61440 --xla_tpu_bf16_emission_mode=NATIVE_EMISSION"
 CHUNKED = "head not in chunks"
+BIASES = "adds position biases to the scores and does not normalise values; the compiled step rotates queries and keys"
+ONE_HOT = "embeds tokens by a matmul with one-hot rows; the compiled step gathers rows of the table"
 MAXTEXT, RECIPES = "AI-Hypercomputer/maxtext, {}", "AI-Hypercomputer/tpu-recipes, training/{} (c8cfe2f)"
 COUNTED = {0.0: "without attention", 0.5: "half of attention's", 1.0: "all of attention's"}
 
@@ -60,7 +65,7 @@ COUNTED = {0.0: "without attention", 0.5: "half of attention's", 1.0: "all of at
 def operations(shape: Shape, length: int, attention: float) -> float:
     """MaxText's count of a step's operations for one token: 6 for each parameter, and a share of attention's.
 
-    >>> round(operations(relu(48, 6144, 24576, 24), 1024, 0.0) / 6e9, 2)  # the published 22B
+    >>> round(operations(maxtext_2023(48, 6144, 24576, 24), 1024, 0.0) / 6e9, 2)  # the published 22B
     21.94
     """
     parameters = shape.matrices - (0 if shape.tied else shape.vocab * shape.width)
@@ -78,12 +83,13 @@ def counted(
     attention: float,
     source: str,
     mesh: Mapping[str, int],
-    flags: str = "",
+    flags: str,
+    differs: str,
 ) -> Case:
     """A step whose rate is published in TFLOP/s for each chip, with the share of attention's operations that was counted."""
     seconds = batch * length * operations(shape, length, attention) / (tera * 1e12)
     told = f"{tera:g} TFLOP/s for each chip, 6 operations for each parameter and token, {COUNTED[attention]}"
-    return Case(name, shape, batch, length, target, policy, seconds, told, source, mesh, flags=flags)
+    return Case(name, shape, batch, length, target, policy, seconds, told, source, mesh, flags=flags, differs=differs)
 
 
 def fsdp(devices: int, tensor: int = 1) -> dict[str, int]:
@@ -94,17 +100,18 @@ def fsdp(devices: int, tensor: int = 1) -> dict[str, int]:
 V4 = MAXTEXT.format("README.md (281e04b)")
 V5E = MAXTEXT.format("README.md and MaxText/configs/v5e (76bd53b)")
 V5P = MAXTEXT.format("MaxText/configs/v5p (76bd53b)")
-B16, B32, B64 = relu(32, 5120, 32768, 32), relu(32, 10240, 32768, 32), relu(64, 10240, 32768, 32)
-B22, B52 = relu(48, 6144, 24576, 24, "dense"), relu(32, 12288, 49152, 32, "dense")
+B16, B32 = maxtext_2023(32, 5120, 32768, 32), maxtext_2023(32, 10240, 32768, 32)
+B64 = replace(B32, layers=64)
+B22, B52 = maxtext_2023(48, 6144, 24576, 24, "dense"), maxtext_2023(32, 12288, 49152, 32, "dense")
 
 TPU_CASES = (
-    counted("MaxText 22B, v4-128", B22, 16, 1024, "v4-128", "full", 156, 0.0, V4, fsdp(64)),
-    counted("MaxText 52B, v4-384", B52, 10, 1024, "v4-384", "full", 154, 0.0, V4, fsdp(192)),
-    counted("MaxText 16B, v5e-256", B16, 6, 2048, "v5e-256", "full", 120, 1.0, V5E, fsdp(256), FLAGS_V5E),
-    counted("MaxText 32B, v5e-256", B32, 4, 2048, "v5e-256", "full", 132, 1.0, V5E, fsdp(256), FLAGS_V5E),
-    counted("MaxText 64B, v5e-256", B64, 2, 2048, "v5e-256", "full", 118, 1.0, V5E, fsdp(256), FLAGS_V5E),
-    counted("MaxText 32B, v5p-128", B32, 8, 2048, "v5p-128", "dots_with_no_batch_dims", 328, 0.5, V5P, fsdp(64, 4), FLAGS_V5P),
-    counted("MaxText 64B, v5p-128", B64, 4, 2048, "v5p-128", "dots_with_no_batch_dims", 323, 0.5, V5P, fsdp(64, 4), FLAGS_V5P),
+    counted("MaxText 22B, v4-128", B22, 16, 1024, "v4-128", "full", 156, 0.0, V4, fsdp(64), FLAGS_V4, BIASES),
+    counted("MaxText 52B, v4-384", B52, 10, 1024, "v4-384", "full", 154, 0.0, V4, fsdp(192), FLAGS_V4, BIASES),
+    counted("MaxText 16B, v5e-256", B16, 6, 2048, "v5e-256", "full", 120, 1.0, V5E, fsdp(256), FLAGS_V5E, ONE_HOT),
+    counted("MaxText 32B, v5e-256", B32, 4, 2048, "v5e-256", "full", 132, 1.0, V5E, fsdp(256), FLAGS_V5E, ONE_HOT),
+    counted("MaxText 64B, v5e-256", B64, 2, 2048, "v5e-256", "full", 118, 1.0, V5E, fsdp(256), FLAGS_V5E, ONE_HOT),
+    counted("MaxText 32B, v5p-128", B32, 8, 2048, "v5p-128", MINIMAL, 328, 0.5, V5P, fsdp(64, 4), FLAGS_V5P, ONE_HOT),
+    counted("MaxText 64B, v5p-128", B64, 4, 2048, "v5p-128", MINIMAL, 323, 0.5, V5P, fsdp(64, 4), FLAGS_V5P, ONE_HOT),
     Case(
         "Llama 3.1 8B, v6e-8",
         *(LLAMA31_8B, 3, 8192, "v6e-8", OUT_TOO, 3.443, "step time 3.443 s"),

@@ -33,8 +33,8 @@ the backward pass (Dao, 2023, Figures 4 to 6). A large matmul reaches 0.87.
 """
 _PASSES = ("__cub$", "__gpu$TopK", "Sharding", "AllocateBuffer", "topk")
 """Prefixes of `custom_call_target`s that compute little. Such calls are timed by the bytes that they move."""
-_FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "SliceId", "ZeroCrop")
-"""`custom_call_target`s of calls that only name memory or a device."""
+_FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "PrepareAsyncCallDone", "PrepareAsyncCallStart", "SliceId", "ZeroCrop")
+"""`custom_call_target`s of calls that only name memory or a device, or prepare a call on the SparseCore."""
 _TRANSFERS = ("send", "recv")
 _PALLAS = re.compile(r'op_name="[^"]*?([^"/]+)/pallas_call')
 _DTYPES = {
@@ -101,7 +101,7 @@ class KernelTimes:
             yield from (self.rates.product_seconds(each) / _ATTENTION_SHARE for each in attention)
             if not attention and not instruction.call_target.startswith(_PASSES):
                 self.unknown.add(instruction.call_target)
-        elif instruction.kind.removesuffix("-update") not in _KNOWN and opcode not in FREE:
+        elif instruction.kind.removesuffix("-update") not in _KNOWN and opcode not in FREE and not opcode.endswith("-done"):
             self.unknown.add(opcode)
 
 

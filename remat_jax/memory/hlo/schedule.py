@@ -2,9 +2,9 @@
 
 XLA:GPU and XLA:TPU write their schedule into the module: one line starts a copy or a collective, a later line waits for it, and
 the lines in between may overlap it. Compute runs line by line on one stream, copies to the host on a second, copies back on a
-third, collectives on a fourth, and on a TPU the copies between device memory and the core's own memory on a fifth. A copy or a
-collective starts when its line is reached and its stream is free. At a line that waits, compute stops until the copy or the
-collective is done.
+third, collectives on a fourth, on a TPU the copies between device memory and the core's own memory on a fifth, and what XLA:TPU
+runs on the SparseCore on a sixth. A copy or a collective starts when its line is reached and its stream is free. At a line that
+waits, compute stops until the copy or the collective is done.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from remat_jax.memory.hlo.kernel_times import KernelTimes
 from remat_jax.memory.hlo.scalars import trip_count
 from remat_jax.memory.hlo.text import Computation, HloModule, Instruction, parse
 
-Lane = Literal["out", "back", "exchange", "prefetch"]
-"""The streams other than compute: copies to the host, copies back, collectives, copies between a TPU's own memories."""
+Lane = Literal["out", "back", "exchange", "prefetch", "sparse"]
+"""The streams other than compute: copies to the host, copies back, collectives, copies between a TPU's own memories, and what
+its SparseCore runs, except collectives."""
 _ENTERED = ("while", "call", "conditional")
 _MATTERS = 0.05
 """Assumed latencies are reported if they make up at least this share of the step's modelled time."""
@@ -36,7 +37,7 @@ class StepTime:
 
     Attributes:
       seconds, compute_seconds: the time of the step, and the part in which compute runs. In the rest, compute waits for copies
-        to and from the host, and for collectives.
+        to and from the host, for collectives, and for the SparseCore.
       overlap, exchanges: the copies to and from the host, and the collectives.
       untimed: opcodes and `custom_call_target`s whose arithmetic is unknown here. They are timed by the bytes that they move.
       assumed: the names (in `Rates`) of rates that were used and are neither measured nor published. Assumed latencies are
@@ -157,7 +158,7 @@ class _Player:
             self._work(self.kernels.seconds(instruction))
 
     def _beside(self, instruction: Instruction) -> tuple[Lane, int, float] | None:
-        """(lane, bytes, seconds) of the copy or collective that an instruction starts; None if it starts neither."""
+        """(lane, bytes, seconds) of what an instruction starts beside compute; None if it starts nothing."""
         collective = instruction.collective
         if collective is not None:
             seconds = exchange_seconds(collective, self.target, self.rates.links)
@@ -168,6 +169,8 @@ class _Player:
                     "to the file that describes the target"
                 )
             return "exchange", sum(array.bytes for array in collective.arrays), seconds
+        if instruction.opcode == "call-start":  # no source has the SparseCore's rates: timed like a kernel, by its bytes
+            return "sparse", 0, self.kernels.seconds(instruction)
         copy = host_copy(instruction)
         if copy is not None:
             return *copy, self.rates.copy_seconds + copy[1] / self._link(copy[0])

@@ -38,7 +38,13 @@ COLLECTIVES = (
     "collective-broadcast",
 )
 """Collective opcodes. The opcode of an asynchronous collective also has the suffix `-start`."""
-_BODIES = {"while": ("body",), "call": ("to_apply", "calls"), "async-start": ("calls",), "fusion": ("calls",)}
+_BODIES = {
+    "while": ("body",),
+    "call": ("to_apply", "calls"),
+    "call-start": ("to_apply",),
+    "async-start": ("calls",),
+    "fusion": ("calls",),
+}
 """By opcode, the attributes that may name the computation that an instruction runs; the first one present is used."""
 
 
@@ -96,8 +102,9 @@ class Instruction:
 
     @cached_property
     def called(self) -> Computation | None:
-        """The computation after `calls=`; None if there is none."""
-        return self.home.module.computations.get(self.attribute("calls") or "")
+        """The computation after `calls=`, or the one that XLA:TPU starts on the SparseCore; None if there is none."""
+        name = self.attribute("to_apply" if self.opcode == "call-start" else "calls")
+        return self.home.module.computations.get(name or "")
 
     @cached_property
     def bodies(self) -> tuple[Computation, ...]:
@@ -118,7 +125,7 @@ class Instruction:
 
     @cached_property
     def _collective_inside(self) -> Instruction | None:
-        inside = self.called if self.opcode in ("async-start", "fusion") else None
+        inside = self.called if self.opcode in ("async-start", "call-start", "fusion") else None
         return next((each for each in inside or (self,) if each.kind in COLLECTIVES), None)
 
     @cached_property
