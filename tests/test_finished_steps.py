@@ -246,6 +246,16 @@ def test_a_step_without_one_gradient_is_refused(step: Any, block: Any, error: An
             use()
 
 
+def test_an_error_of_a_step_says_with_what_it_was_traced() -> None:
+    def reads(params: Any, x: jax.Array) -> Any:
+        return jax.grad(of_squares)(params, x * float(x[0, 0]))
+
+    with pytest.raises(jax.errors.ConcretizationTypeError) as error:
+        rj.plan(reads, (parameters(Net()), X), "1GiB", "cpu")
+    assert "remat_jax traced the step 'reads', as jax.jit would, with arrays of these types" in " ".join(error.value.__notes__)
+    assert "float32[8, 6]" in error.value.__notes__[-1]
+
+
 def test_a_step_with_two_gradients_is_measured_and_takes_policies_by_layer() -> None:
     """Each gradient counts its layers anew."""
     job = rj.Workload.from_step(twice, parameters(Net()), X, blocks=Layer)

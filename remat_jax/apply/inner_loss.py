@@ -19,7 +19,10 @@ from remat_jax.apply.scope import BlockPolicies, Record, missed
 from remat_jax.core import is_smooth
 from remat_jax.core.marks import Block
 from remat_jax.core.walk import bodies
-from remat_jax.errors import UnsupportedError
+from remat_jax.errors import RematError, UnsupportedError
+
+_SHOWN = 12
+"""An error shows at most this number of types, the last ones: those of the batch."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +131,18 @@ def gradients_of(
         records.append(record)
         return [leaf for leaf in jax.tree.leaves(outputs) if compat.is_operand(leaf)]
 
-    with noting_gradients() as gradients:
-        jaxpr = jax.make_jaxpr(run)(*arguments)
+    try:
+        with noting_gradients() as gradients:
+            jaxpr = jax.make_jaxpr(run)(*arguments)
+    except Exception as error:
+        if not isinstance(error, RematError):
+            types = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(arguments)]
+            more = f" and {len(types) - _SHOWN} more" if len(types) > _SHOWN else ""
+            error.add_note(
+                f"remat_jax traced the step {getattr(step, '__name__', 'step')!r}, as jax.jit would, with arrays of these types: "
+                f"{', '.join(types[-_SHOWN:])}{more}"
+            )
+        raise
     return gradients, jaxpr, records[-1]
 
 
