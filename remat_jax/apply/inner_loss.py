@@ -138,8 +138,9 @@ def gradients_of(
         if not isinstance(error, RematError):
             types = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(arguments)]
             more = f" and {len(types) - _SHOWN} more" if len(types) > _SHOWN else ""
+            name = getattr(step, "__name__", "step")
             error.add_note(
-                f"remat_jax traced the step {getattr(step, '__name__', 'step')!r}, as jax.jit would, with arrays of these types: "
+                f"remat_jax traced the step {name!r}, as jax.jit would, with arrays of these types: "
                 f"{', '.join(types[-_SHOWN:])}{more}"
             )
         raise
