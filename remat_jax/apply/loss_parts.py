@@ -198,7 +198,7 @@ class TracedLoss:
         made: dict[str, set[Any]] = defaultdict(set)
         views = set(free)
         for eqn in jaxpr.jaxpr.eqns:
-            chain = self._calls.around((*outer, *compat.scopes(eqn)))
+            chain = self._counted((*outer, *compat.scopes(eqn)))
             if eqn.primitive.name in VIEWS and views.issuperset(variables(eqn.invars[:1])):
                 views.update(eqn.outvars)
             for name in set(chain) - set(outer):
@@ -214,7 +214,7 @@ class TracedLoss:
         """The calls inside which an array is made and read, and nowhere else; of nested calls of a block the outermost."""
         jaxpr, var, outer = trail[-1]
         maker = makers_of(jaxpr).get(var)
-        chain = self._calls.around((*outer, *compat.scopes(maker))) if maker is not None else ()
+        chain = self._counted((*outer, *compat.scopes(maker))) if maker is not None else ()
         inside = set(chain)
         around: Any = None
         for jaxpr, var, outer in trail:
@@ -225,6 +225,10 @@ class TracedLoss:
             around = jaxpr, var
         outermost = {self._calls.made[name].block: name for name in reversed(chain)}
         return inside & set(outermost.values())
+
+    def _counted(self, scopes: Sequence[str]) -> tuple[str, ...]:
+        """The names of the calls among scopes that are in the loss, the outermost first. A derivative rule may have others."""
+        return tuple(name for name in self._calls.around(scopes) if name in self._rounds)
 
     def _readers_of(self, jaxpr: Any) -> dict[Any, list[Any]]:
         """Variable → the equations of the open `jaxpr` that read it."""
@@ -246,9 +250,8 @@ def _inside(
         free[consts : consts + carry] = [False] * carry
         rounds *= eqn.params["length"]
     # The operands of a `cond` come after the index.
-    free = (
-        free[len(free) - len(body.jaxpr.invars) :] if len(free) >= len(body.jaxpr.invars) else [True] * len(body.jaxpr.invars)
-    )
+    size = len(body.jaxpr.invars)
+    free = free[len(free) - size :] if len(free) >= size else [True] * size
     inner = {var for var, is_free in zip(body.jaxpr.invars, free, strict=True) if is_free}
     return rounds, chain, kept | inner | {*body.jaxpr.constvars}
 
