@@ -154,10 +154,12 @@ def test_a_mesh_over_two_slices() -> None:
 
 def test_a_refused_step_hides_no_time_and_no_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = [
-        Compared(name, SimpleNamespace(seconds=seconds, refused=seconds is None), None, 9.0, 9.0, None, None)  # type: ignore[arg-type]
+        Compared(name, SimpleNamespace(seconds=seconds, refused=seconds is None, assumed_rates=()), None, 9.0, 9.0, None, None)  # type: ignore[arg-type]
         for name, seconds in (("off", None), ("full", 2.0))
     ]
-    assert [each.seconds for each in compared._as_compiled(shown)] == [None, 2.0]
+    gathered = compared.Gathered(job(), target("v5e"), policies=shown)
+    compared._as_compiled(gathered)
+    assert [each.seconds for each in gathered.policies] == [None, 2.0]
     monkeypatch.setattr(division, "result_shapes", lambda *_, **__: None)
     assert residual_shares(job().on_mesh("fsdp=4"), target("4xv5e")) == Shares({}, 0.25)
 

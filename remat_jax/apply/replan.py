@@ -81,6 +81,8 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
 def with_marked_parts(jaxpr: Any, blocks: Set[Block], record: scope.Record) -> Any:
     """The closed `jaxpr` with marks for its checkpoint regions and scans, as far as they are among the `blocks`."""
     policies = scope.active()
+    if compat.in_solver():  # a linear solver may differentiate its linear function, which is no part of the loss then
+        return jaxpr
     for part in sorted(PARTS & blocks):
         policy = None if policies is None else policies.find_function(part)
         with leaving_blocks():
