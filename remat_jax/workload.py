@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,7 +85,8 @@ class Workload:
     """The number of micro-batches in which a step computes the gradient; `batch` is one of them, `whole_batch` are all."""
     whole_batch: tuple[Any, ...]
     _blocks: tuple[Block, ...] | None
-    _found: FoundBlocks | None = None
+    _search: Callable[[], FoundBlocks]
+    """Searches the blocks once, for this workload and the same step with another loss, batch or optimizer."""
     _inside: LossInside | None = None
     """The loss inside a finished step."""
     declared: str | None = None
@@ -118,7 +120,7 @@ class Workload:
         self.params = structs(self._model.arrays, "params")
         self.mesh, self.shardings = on_mesh(mesh, shardings, (self._model.arrays, *batch), argument_names(batch))
         self.loss, self.own_loss, self._states = under(self.mesh, self._model.loss(loss)), loss, 0
-        self._blocks = None if blocks is None else checked_blocks(blocks)
+        self._blocks, self._search = None if blocks is None else checked_blocks(blocks), functools.cache(self._searched)
         self.trainable = trainable if trainable is not None else self._model.trainable
         self.has_aux, self.donate = has_aux, donate
         check_trained(split(self.params, self.trainable)[0])
@@ -170,7 +172,7 @@ class Workload:
         self.params, self.batch, self.has_aux = None, (), False
         self.whole_batch = ()
         self.name = name or str(getattr(step, "__name__", "step"))
-        self._blocks = None if blocks is None else checked_blocks(blocks)
+        self._blocks, self._search = None if blocks is None else checked_blocks(blocks), functools.cache(self._searched)
         places = donated(step, donate_argnums, len(args))
         finished = of_arrays(step, args, lambda tree: structs(tree, "args"))
         if shardings is not None and len(shardings) == len(args):
@@ -260,13 +262,14 @@ class Workload:
         Raises:
           BlockError: nothing in the loss is repeated, or two choices are equally good.
         """
-        if self._found is None and self._finished is not None:
-            self._found = find_blocks_of_step(self._finished.function, self._finished.arguments, self.name)
-        elif self._found is None:
-            loss, trained, frozen = self.split_loss("off")
-            value = (lambda *args: loss(*args)[0]) if self.has_aux else loss
-            self._found = find_blocks(value, trained, (frozen, *self.batch), self.name)
-        return self._found
+        return self._search()
+
+    def _searched(self) -> FoundBlocks:
+        if self._finished is not None:
+            return find_blocks_of_step(self._finished.function, self._finished.arguments, self.name)
+        loss, trained, frozen = self.split_loss("off")
+        value = (lambda *args: loss(*args)[0]) if self.has_aux else loss
+        return find_blocks(value, trained, (frozen, *self.batch), self.name)
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -274,9 +277,9 @@ class Workload:
         return self._blocks or self.find_blocks().blocks
 
     def with_loss(self, loss: Callable[..., Any]) -> Workload:
-        """The same step with a new loss that takes the same arguments."""
+        """The same step, with the same blocks, with a new loss that takes the same arguments."""
         workload = copy.copy(self)
-        workload.loss, workload.own_loss, workload._found = under(self.mesh, self._model.loss(loss)), loss, None
+        workload.loss, workload.own_loss = under(self.mesh, self._model.loss(loss)), loss
         return workload
 
     def with_optimizer(self, optimizer: Any) -> Workload:
@@ -288,7 +291,7 @@ class Workload:
     def in_micro_batches(self, n: int, declared: str | None = None) -> Workload:
         """The same step, with its gradient computed in `n` micro-batches (`train.micro_batches`)."""
         workload = copy.copy(self)
-        workload.micro_batches, workload.declared, workload._found = n, declared, None
+        workload.micro_batches, workload.declared = n, declared
         workload.batch = fewer_rows(self.whole_batch, n, self._states)
         return workload
 

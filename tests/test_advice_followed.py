@@ -45,6 +45,7 @@ def test_cudnns_attention_is_advised_exactly_where_jax_takes_it(
     assert (product.needs, product.cudnn_refuses) == ("", refusal)
     text = backend_of(target_named("h100")).attention_kernel(cudnn_refuses=refusal)
     assert ("implementation=" in text) is not bool(refusal) and ("does not take " + refusal in text) is bool(refusal)
+    # Private JAX: no public function pretends that there is an H100 with cuDNN.
     where = "jax._src.cudnn.fused_attention_stablehlo."
     monkeypatch.setattr(f"{where}check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(f"{where}check_compute_capability", lambda capability: True)

@@ -25,8 +25,7 @@ Call = Callable[..., Any]
 _globs: ContextVar[tuple[str, ...]] = ContextVar("globs", default=())
 # The calls that are being traced under their policy: a module or function, and the method.
 _inside: ContextVar[tuple[tuple[Any, str], ...]] = ContextVar("inside", default=())
-
-
+# The context in which each module is called (`listening`).
 _listener: ContextVar[Callable[[type, str], AbstractContextManager[Any]] | None] = ContextVar("listener", default=None)
 
 

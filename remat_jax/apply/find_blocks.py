@@ -31,6 +31,13 @@ class FoundBlocks:
       taken: the blocks, those that save the most first.
       others: what else could be blocks.
       residual_bytes: the bytes of all residuals without checkpoints.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from remat_jax import Workload
+    >>> loss = lambda ws, x: jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, ws)[0].sum()
+    >>> found = Workload(loss, jnp.ones((3, 8, 8)), (jnp.ones((4, 8)),)).find_blocks()
+    >>> found.blocks, found.taken[0].calls, found.taken[0].bytes, found.residual_bytes
+    (('scans',), 3, 384, 768)
     """
 
     taken: tuple[Found, ...]
@@ -163,13 +170,17 @@ def _instead(better: Found, found: Found) -> bool:
     return found.block in better.inside and not _instead(found, better)
 
 
+def _times(calls: int) -> str:
+    return "one call" if calls == 1 else f"{calls} calls"
+
+
 def _shown(found: Found) -> str:
     return f"{found.name!r}" if isinstance(found.block, str) else found.name
 
 
 def _nothing(found: Sequence[Found], total: int, name: str) -> str:
     most = [each for each in sorted(found, key=lambda each: -each.bytes) if each.bytes > 0]
-    listed = "; ".join(f"{_shown(each)} ({each.calls} calls, {format_bytes(each.bytes)})" for each in most[:8])
+    listed = "; ".join(f"{_shown(each)} ({_times(each.calls)}, {format_bytes(each.bytes)})" for each in most[:8])
     seen = f" The parts with the most of its {format_bytes(total)} of residuals: {listed}." if listed else ""
     return (
         f"blocks=None: no module, checkpoint or scan in {name!r} with much of its residuals is repeated.{seen} Name the "

@@ -13,7 +13,7 @@ import jax
 from remat_jax import compat
 from remat_jax.apply.nnx import known_paths_in
 from remat_jax.apply.nnx_state import NodeCopies, Objects, as_pure_function, is_node, nodes_in
-from remat_jax.apply.pytrees import ModelArrays
+from remat_jax.apply.pytrees import ModelArrays, known_paths
 from remat_jax.core.walk import of_some
 from remat_jax.errors import ArgumentError
 from remat_jax.warning import warn
@@ -26,8 +26,8 @@ class FinishedStep:
     """A step as a function of its arrays.
 
     Attributes:
-      function: takes `shapes`. It returns what the step returns or, if there are NNX objects among the arguments, the arrays
-        that the step returns and those that it writes to the objects.
+      function: takes `shapes`. It returns the arrays and numbers that the step returns and, if there are NNX objects among the
+        arguments, the arrays that it writes to them.
       shapes, arrays: an entry for each argument that is not static: its arrays as shapes, and the given arrays.
       places: the positions of these arguments in the call of the step.
     """
@@ -57,19 +57,20 @@ def of_arrays(step: Step, args: tuple[Any, ...], structs: Callable[[Any], Any]) 
     of_varied = of_some(step, args, places) if static else step
     if nodes_in(varied):
         return FinishedStep(*_of_nnx(of_varied, varied, structs, own), arrays_of(varied), places)
-    model = ModelArrays(varied)
-    return FinishedStep(_only_arrays(model.of_all(of_varied)), structs(model.arrays), model.arrays, places)
-
-
-def _only_arrays(step: Step) -> Step:
-    """`step` without results that are no arrays and no numbers, such as text or the functions in a model."""
+    models = ModelArrays(varied)
 
     @functools.wraps(step)
-    def of_arrays(*args: Any) -> Any:
-        kept = lambda leaf: leaf if compat.is_array(leaf) or isinstance(leaf, bool | int | float | complex) else None  # noqa: E731
-        return jax.tree.map(kept, step(*args))
+    def of_models(*arrays: Any) -> Any:
+        whole = models.whole(arrays)
+        with known_paths(*whole):
+            return jax.tree.map(_array_or_number, of_varied(*whole))
 
-    return of_arrays
+    return FinishedStep(of_models, structs(models.arrays), models.arrays, places)
+
+
+def _array_or_number(leaf: Any) -> Any:
+    """`leaf`, but None for any other result of a step, such as text or the functions in a model."""
+    return leaf if compat.is_array(leaf) or isinstance(leaf, bool | int | float | complex) else None
 
 
 def donated(step: Step, given: int | Sequence[int] | None, count: int) -> tuple[int, ...]:

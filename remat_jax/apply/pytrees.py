@@ -132,19 +132,6 @@ class ModelArrays:
         leaves = [self._others[nth] if nth in self._others else next(array_leaves) for nth in range(self._treedef.num_leaves)]
         return jax.tree.unflatten(self._treedef, leaves)
 
-    def of_all(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, which takes the entries of `whole`, as a function of those of `arrays`."""
-        if not self._others:
-            return function
-
-        @functools.wraps(function)
-        def of_arrays(*arrays: Any) -> Any:
-            models = self.whole(arrays)
-            with known_paths(*models):
-                return function(*models)
-
-        return of_arrays
-
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """`loss` as a function of the arrays in place of the model."""
         if not self._others:

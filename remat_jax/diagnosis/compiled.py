@@ -138,7 +138,7 @@ def offload_came_to_nothing(observed: Observed, report: MemoryReport) -> Iterato
         )
     for problem in problems:
         yield Finding("offload_without_effect", report.policy, "", f"compiled for {report.target}, {problem}", remedy)
-    if any("openxla/xla#46231" in warning for warning in receipt.warnings):
+    if receipt.miscompiled:
         yield Finding(
             "miscompiled_offload",
             report.policy,

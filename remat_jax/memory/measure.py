@@ -363,7 +363,7 @@ def _report(
 def _receipt(sizes: Sizes, baseline: Sizes | None, kept: ResidualTable | None, target: Target) -> Receipt:
     offered = kept.host_bytes if kept else None
     returned = baseline.device - sizes.device if baseline else None
-    warnings = []
+    warnings, is_miscompiled = [], backend_of(target).separate_host_memory and sizes.is_miscompiled
     if offered == 0:
         stays = "; inputs that several blocks read stay on the device" if kept and kept.shared else ""
         warnings.append(f"the policy offloads nothing that the backward pass reads{stays}")
@@ -378,7 +378,7 @@ def _receipt(sizes: Sizes, baseline: Sizes | None, kept: ResidualTable | None, t
                 f"offload frees no device memory: the step needs {-returned} bytes more than with the offloaded arrays saved "
                 "on the device"
             )
-        if sizes.is_miscompiled:
+        if is_miscompiled:
             evidence = (
                 "as the compiled step shows: gradients are"
                 if sizes.miscompiled
@@ -388,4 +388,4 @@ def _receipt(sizes: Sizes, baseline: Sizes | None, kept: ResidualTable | None, t
                 f"JAX {jax.__version__} miscompiles offload inside scan for GPUs, {evidence} silently wrong "
                 f"(openxla/xla#46231). The memory figures are right. To run the step, use {compat.SCANNED_OFFLOAD_REMEDY}"
             )
-    return Receipt(offered, sizes.host_temp, returned, tuple(warnings), kept.shared if kept else ())
+    return Receipt(offered, sizes.host_temp, returned, tuple(warnings), kept.shared if kept else (), is_miscompiled)

@@ -31,6 +31,7 @@ class Receipt:
         `offered_bytes`. On a mesh this check can overlook a residual that is not in host memory: the bytes in host memory count
         a replicated residual once per device, but `offered_bytes` counts it only once.
       shared: the offloaded inputs that stay on the device because several blocks read them; not in `offered_bytes`.
+      miscompiled: whether the compiler is known to compile this step wrongly (openxla/xla#46231): it must not be run.
     """
 
     offered_bytes: int | None
@@ -38,6 +39,7 @@ class Receipt:
     returned_bytes: int | None
     warnings: tuple[str, ...] = ()
     shared: tuple[SharedInput, ...] = ()
+    miscompiled: bool = False
 
 
 @dataclass(frozen=True)

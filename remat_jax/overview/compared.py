@@ -34,7 +34,6 @@ USUAL = ("off", "full", "dots", "dots_with_no_batch_dims", "offload_inputs", "of
 """The policies compared by default. Policies that offload are left out for a CPU, which has a single memory."""
 
 THE_PLAN = "the plan"
-MISCOMPILED = "openxla/xla#46231"
 _BYTES = ("device_bytes", "temp_bytes", "host_bytes", "residual_device_bytes", "residual_host_bytes", "measured_peak_bytes")
 
 
@@ -75,9 +74,7 @@ class Compared:
     @property
     def is_sound(self) -> bool:
         """False if the compiler is known to miscompile the policy."""
-        warnings = self.memory.receipt.warnings if self.memory.receipt else ()
-        is_miscompiled = any(MISCOMPILED in warning for warning in warnings)
-        return not is_miscompiled and all(finding.trap != "miscompiled_offload" for finding in self.traps)
+        return self.memory.receipt is None or not self.memory.receipt.miscompiled
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain data for JSON."""

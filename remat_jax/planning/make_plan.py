@@ -40,7 +40,7 @@ from remat_jax.planning.steps import takes_steps
 from remat_jax.planning.translate import policies_of
 from remat_jax.planning.without_triton import NOT_SHOWN_WITHOUT_TRITON, fitting_without_triton
 from remat_jax.policy import LayerPolicies
-from remat_jax.report.progress import shown
+from remat_jax.report.progress import shown, silent
 from remat_jax.report.tables import format_bytes, format_estimate
 from remat_jax.warning import silenced, warn
 from remat_jax.workload import Workload
@@ -145,7 +145,7 @@ def leanest(
     except InfeasibleBudget as error:
         return None, error
     with Kernels.temporary() as kernels:
-        return _Planner(workload, budget, target, host_budget, timeout, _silent, kernels).leanest()
+        return _Planner(workload, budget, target, host_budget, timeout, silent, kernels).leanest()
 
 
 @contextlib.contextmanager
@@ -166,10 +166,6 @@ def _with_best_so_far(workload: Workload, planners: Sequence[_Planner]) -> Itera
                 'error.plan.save("plan.json"); in an interactive session: sys.last_value.plan.save("plan.json")'
             )
         raise
-
-
-def _silent(activity: str, done: int, of: int) -> None:
-    """A `progress` function that does nothing."""
 
 
 def _check(workload: Any, timeout: Any, target: Target) -> None:

@@ -16,6 +16,10 @@ Step = Callable[[str, int, int], None]
 """Called with the current activity, the number of finished parts, and the number of all parts."""
 
 
+def silent(activity: str, done: int, of: int) -> None:
+    """A `Step` that does nothing."""
+
+
 @contextlib.contextmanager
 def progress_bar(screen: Console) -> Iterator[Step]:
     """A bar on `screen`, which disappears at the end; if `screen` is not a terminal, a line for each activity that begins."""
@@ -43,4 +47,4 @@ def shown(progress: Step | None) -> Iterator[Step]:
         with progress_bar(SafeConsole(file=sys.stderr, highlight=False)) as show_step:
             yield show_step
     else:
-        yield lambda activity, done, of: None
+        yield silent
