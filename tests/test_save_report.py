@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 import remat_jax as rj
 from remat_jax import errors
 from remat_jax.cli.app import app
-from remat_jax.diagnosis.findings import Finding
 from remat_jax.memory.measure import measure_many
+from remat_jax.memory.report import Receipt
 from remat_jax.overview import compared
 from remat_jax.overview.page import findings, notes, offload_rows, policy_cells, summary, warnings
 from remat_jax.overview.save import gather
@@ -214,10 +214,10 @@ def test_what_is_miscompiled_is_not_called_the_fastest():
     report = gather(JOB, ["off", "full"], "cpu", plan=plan_for(JOB, budget=2**40))
     off, full, planned = report.policies
     assert "Beside the plan, the fastest policy within the budget (1.0 TiB) is full:" in summary(report)[2]
-    wrong = Finding("miscompiled_offload", "off", "", "gradients are wrong", "unroll the layers")
-    report.policies[1] = replace(full, diagnosis=replace(full.diagnosis, findings=(wrong,)))
+    wrong = Receipt(offered_bytes=1, host_bytes=1, returned_bytes=0, miscompiled=True)
+    report.policies[1] = replace(full, memory=replace(full.memory, receipt=wrong))
     assert "Beside the plan, the fastest policy within the budget (1.0 TiB) is off:" in summary(report)[2]
-    report.policies[:] = [replace(off, diagnosis=replace(off.diagnosis, findings=(wrong,))), planned]
+    report.policies[:] = [replace(off, memory=replace(off.memory, receipt=wrong)), planned]
     assert summary(report)[2] == "No policy that is safe to run is within the budget (1.0 TiB)."
     # The plan's own host budget applies to the other policies.
     away = replace(full, memory=replace(full.memory, host_bytes=2))
