@@ -21,8 +21,8 @@ PLAIN, FULL = 11, 13
 
 def test_wrong_keys_and_values_are_refused_at_once() -> None:
     loss, _, _ = make_loss()
-    with pytest.raises(ArgumentError, match="policies='full': expected a mapping from block to policy"):
-        rj.checkpoint_blocks(loss, "full")
+    with pytest.raises(PolicyError, match="policy='fulll'.*Did you mean 'full'"):
+        rj.checkpoint_blocks(loss, "fulll")
     with pytest.raises(ArgumentError, match="policies={}: expected a mapping.*at least one entry"):
         rj.checkpoint_blocks(loss, {})
     with pytest.raises(ArgumentError, match="block=3: expected a class whose instances are called"):

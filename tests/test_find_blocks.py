@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 import remat_jax as rj
 from remat_jax.cli.app import app
+from remat_jax.cost.count import matmuls
 from remat_jax.errors import ArgumentError, BlockError
 
 X = jax.ShapeDtypeStruct((4, 16, 8), jnp.float32)
@@ -180,6 +182,10 @@ W = {"a": jnp.ones((4, 8, 32)), "b": jnp.ones((4, 32, 8))}
 EACH_W = [jax.tree.map(lambda w, index=index: w[index], W) for index in range(4)]
 
 
+def in_a_scan(each, ws, x):
+    return jax.lax.scan(lambda x, w: (each(x, w), None), x, ws)[0].sum()
+
+
 def unrolled_functions(ws, x):
     for w in ws:
         x = jax.checkpoint(layer)(x, w)
@@ -189,8 +195,8 @@ def unrolled_functions(ws, x):
 @pytest.mark.parametrize(
     ("loss", "block"),
     [
-        (lambda ws, x: jax.lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0].sum(), "scans"),
-        (lambda ws, x: jax.lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), x, ws)[0].sum(), "checkpoints"),
+        (functools.partial(in_a_scan, layer), "scans"),
+        (functools.partial(in_a_scan, jax.checkpoint(layer)), "checkpoints"),
         (unrolled_functions, "checkpoints"),
     ],
 )
@@ -210,6 +216,15 @@ def test_functions_have_scans_and_checkpoints(loss: Any, block: str) -> None:
         assert kept == {policy: 4 * 4 * numbers for policy, numbers in expected.items()}
 
 
+def test_a_policy_on_scans_replaces_their_checkpoints_and_its_inputs_are_the_carries() -> None:
+    """The rows of the weights are parameters; only the four carries of 4 x 8 numbers are inputs."""
+    for own, each in enumerate((layer, jax.checkpoint(layer))):
+        job = rj.Workload(lambda ws, x, each=each: in_a_scan(each, ws, x), W, (jnp.ones((4, 8)),), blocks="scans")
+        kept = [rj.residuals(job, policy) for policy in ("full", "dots", "offload_inputs")]
+        assert [(table.device_bytes, table.host_bytes) for table in kept] == [(512, 0), (512 + 2048, 0), (0, 512)]
+        assert job.replaced_checkpoints == own
+
+
 def test_a_scan_is_split_by_layer_and_keeps_its_gradients() -> None:
     def loss(ws, x):
         return (jax.lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0] ** 2).sum()
@@ -221,6 +236,30 @@ def test_a_scan_is_split_by_layer_and_keeps_its_gradients() -> None:
         assert all(bool((one == other).all()) for one, other in zip(*map(jax.tree.leaves, (expected, got)), strict=True))
     with pytest.raises(BlockError, match="block='scans': the function has no scan of two or more iterations"):
         rj.checkpoint_blocks(lambda x: x.sum(), {"scans": "full"})(x)
+
+
+def test_a_policy_without_a_block_is_one_for_the_blocks_found() -> None:
+    """They are looked for once for arguments of one type, in a loss and in a step."""
+    traces: list[int] = []
+
+    def loss(ws, x):
+        traces.append(len(x))
+        return in_a_scan(layer, ws, x)
+
+    def step(ws, x):
+        return jax.grad(loss)(ws, x)
+
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    for given, run in [(loss, jax.grad), (step, lambda step: step)]:
+        found, named = (run(rj.checkpoint_blocks(given, each)) for each in ("full", {"scans": "full"}))
+        assert matmuls(found, W, x) == matmuls(named, W, x) > matmuls(run(given), W, x)
+        traces.clear()
+        for rows in (4, 4, 2):
+            for one, other in zip(*map(jax.tree.leaves, (found(W, x[:rows]), run(given)(W, x[:rows]))), strict=True):
+                assert bool((one == other).all())
+        assert traces == [4, 4, 4, 4, 2, 2, 2]  # the third call searches too
+    with pytest.raises(BlockError, match="blocks=None: no module, checkpoint or scan in 'sin' with much of its residuals"):
+        rj.checkpoint_blocks(jnp.sin, "full")(x)
 
 
 def test_of_nested_scans_and_branches_the_outermost_is_taken() -> None:

@@ -1,11 +1,9 @@
-"""Finished training steps as people write them: blocks found, policies by layer, residuals and plans without their loss."""
+"""Finished training steps as people write them: blocks found, policies by layer and residuals without their loss."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import importlib
-import pkgutil
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,63 +13,19 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
-from flax.training.train_state import TrainState
 
 import examples.steps
 import remat_jax as rj
-from examples.steps import fsdp, gan, nnx_optimizer
-from examples.steps.network import LAYERS, WIDTH, Layer, Net, parameters, rows
+from examples.steps import gan
+from examples.steps.network import LAYERS, WIDTH, Layer, Net, parameters
 from remat_jax import compat
 from remat_jax.cli.workloads import load_workload
 from remat_jax.compat import differentiation
 from remat_jax.cost.count import matmuls
-from remat_jax.errors import BlockError, PlanningError, UnsupportedError
+from remat_jax.errors import BlockError, UnsupportedError
 from remat_jax.planning import blocks
-from remat_jax.planning.model import Model
-
-KINDS = sorted(module.name for module in pkgutil.iter_modules(examples.steps.__path__) if module.name != "network")
-BY_LAYER = f"2 x full | 1 x save: *:sin#0 | {LAYERS - 3} x off"
-EACH = pytest.mark.parametrize("kind", KINDS)
-X = np.asarray(rows())
-
-
-def taken(kind: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """An example's step and its arguments."""
-    module = importlib.import_module(f"examples.steps.{kind}")
-    return module.train_step, module.example_args()
-
-
-def in_float64(args: Any) -> Any:
-    """The arguments with float64 in place of float32, in NNX objects too."""
-
-    def wide(leaf: Any) -> Any:
-        return leaf.astype(jnp.float64) if getattr(leaf, "dtype", None) == jnp.float32 else leaf
-
-    for arg in args:
-        if isinstance(arg, nnx.Module):
-            nnx.update(arg, jax.tree.map(wide, nnx.state(arg)))
-    return jax.tree.map(wide, args, is_leaf=lambda leaf: isinstance(leaf, nnx.Module))
-
-
-def results(step: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-    """All arrays after the step: its results, and what it wrote to NNX objects among its arguments."""
-    # The step may donate its arguments, and writes to objects.
-    objects = [
-        nnx.clone(arg)
-        if isinstance(arg, nnx.Module)
-        else jax.tree.map(lambda leaf: jnp.copy(leaf) if hasattr(leaf, "dtype") else leaf, arg)
-        for arg in args
-    ]
-    out = step(*objects)
-    written = [nnx.state(each) for each in objects if isinstance(each, nnx.Module)]
-    return [
-        jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        for leaf in jax.tree.leaves((out, written))
-        if hasattr(leaf, "dtype")
-    ]
+from tests.step_kinds import BY_LAYER, EACH, X, by_layer, in_float64, of_squares, results, taken
 
 
 @EACH
@@ -91,8 +45,7 @@ def test_a_step_computes_the_same_under_policies(kind: str) -> None:
         args = args if kind == "multi_steps" else in_float64(args)  # its counts of steps choose between dtypes
         job, tolerance = rj.Workload.from_step(step, *args), 2e-6 if kind == "multi_steps" else 1e-12
         plain = results(step, args)
-        of_gan = f"{LAYERS} x off | {BY_LAYER}" if kind == "gan" else BY_LAYER
-        for policy in ("full", of_gan):
+        for policy in ("full", by_layer(kind)):
             policed = results(rj.checkpoint_blocks(step, dict.fromkeys(job.blocks, policy)), args)
             assert len(plain) == len(policed) > 1
             for one, other in zip(plain, policed, strict=True):
@@ -104,14 +57,56 @@ def test_the_residuals_of_a_step_are_those_of_its_loss(kind: str) -> None:
     """Under `full` each layer keeps its input alone. By layer, the third keeps its sine too and the fourth everything."""
     step, args = taken(kind)
     job = rj.Workload.from_step(step, *args)
-    by_layer = f"{LAYERS} x off | {BY_LAYER}" if kind == "gan" else BY_LAYER
-    rows = {policy: rj.residuals(job, policy).rows for policy in ("full", by_layer)}
+    mixed = by_layer(kind)
+    rows = {policy: rj.residuals(job, policy).rows for policy in ("full", mixed)}
     kept = {policy: [row.name for row in rows[policy] if row.action == "save"] for policy in rows}
     assert not any(name.endswith("sin#0") for name in kept["full"])
-    assert sum(name.endswith("sin#0") for name in kept[by_layer]) in (1, 2)
+    assert sum(name.endswith("sin#0") for name in kept[mixed]) in (1, 2)
     assert job.gradients == (4 if kind == "accumulation" else 1)
     assert job.inner_loss(None).outputs == 1, "aux is no part of the loss"
     assert sum(call.rounds for call in blocks.calls(job)) == LAYERS * (2 if kind == "gan" else 1)
+
+
+@EACH
+def test_a_step_compiles_to_the_bytes_of_the_same_policies_around_its_loss(kind: str) -> None:
+    """The peer puts `checkpoint_blocks` around each function that the step gives to JAX to differentiate."""
+    step, args = taken(kind)
+    policies = dict.fromkeys(rj.Workload.from_step(step, *args).blocks, by_layer(kind))
+    given = inspect.unwrap(step)
+
+    @functools.wraps(given, updated=())
+    def by_hand(*args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("grad", "value_and_grad", "vjp"):
+                patch.setattr(jax, name, functools.partial(_around, getattr(jax, name), policies))
+            return given(*args)
+
+    peer = compat.jitted_like(by_hand, step, {})
+    ours, theirs, plain = (compiled(each, args) for each in (rj.checkpoint_blocks(step, policies), peer, step))
+    assert ours == theirs and ours[-1] > plain[-1]
+
+
+def _around(differentiate: Callable[..., Any], policies: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return differentiate(rj.checkpoint_blocks(fn, policies), *args, **kwargs)
+
+
+def compiled(step: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, int, int, int]:
+    """The bytes of a compiled step's arguments, of its outputs, and of everything else at the peak; its matmuls."""
+    job = rj.Workload.from_step(step, *args).step("off")
+    memory = jax.jit(job.function).lower(*job.arguments).compile().memory_analysis()
+    sizes = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes
+    return *sizes, matmuls(job.function, *job.arguments)
+
+
+@pytest.mark.parametrize("kind", ["gan", "lora", "nnx_part", "several_losses"])
+def test_op_by_op_a_step_is_bit_equal(kind: str) -> None:
+    step, args = taken(kind)
+    blocks, step = rj.Workload.from_step(step, *args).blocks, inspect.unwrap(step)
+    for policy in ("full", by_layer(kind)):
+        with jax.disable_jit():
+            plain, policed = results(step, args), results(rj.checkpoint_blocks(step, dict.fromkeys(blocks, policy)), args)
+        for one, other in zip(plain, policed, strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 def test_the_other_step_of_a_gan() -> None:
@@ -135,89 +130,6 @@ def test_what_a_steps_own_jit_donates_is_measured_as_donated() -> None:
     args = (params, X, 2)
     for one, other in zip(results(plain, args), results(rj.checkpoint_blocks(donating, {Layer: BY_LAYER}), args), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
-
-
-class Trainer:
-    """A step that is a method, with what is static by position, by name, and by keyword alone."""
-
-    @functools.partial(jax.jit, static_argnums=0, static_argnames=("word",), donate_argnames=("params",))
-    def step(self, params: Any, x: jax.Array, power: int = 2, *, word: str = "up") -> Any:
-        grads = jax.grad(lambda params: (Net().apply({"params": params}, x) ** power).mean())(params)
-        return jax.tree.map(lambda p, g: p - 0.1 * len(word) * g, params, grads)
-
-
-@pytest.mark.parametrize("step", [Trainer().step, functools.partial(Trainer.step, Trainer())])
-def test_methods_and_partials_of_jitted_steps_are_jitted_steps(step: Any) -> None:
-    params = parameters(Net())
-    job = rj.Workload.from_step(step, params, X)
-    assert rj.measure(job, "full", "cpu").alias_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    planned = rj.plan(step, (params, X), budget="1GiB", target="cpu").apply(step)
-    assert type(planned) is type(jax.jit(abs))
-    for options in ({}, {"word": "upward"}):
-        given = jax.tree.map(jnp.copy, params)
-        got, expected = planned(given, X, **options), step(jax.tree.map(jnp.copy, params), X, **options)
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
-        for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
-            np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
-
-
-def test_compiler_options_of_a_step_are_no_part_of_its_measurement_and_stay_in_the_plan() -> None:
-    step = jax.jit(jax.grad(of_squares), compiler_options={"xla_cpu_enable_fast_math": False})
-    params = parameters(Net())
-    with pytest.warns(rj.RematWarning, match="the compiler options of its jit, {'xla_cpu_enable_fast_math': False}, are not"):
-        job = rj.Workload.from_step(step, params, X)
-    assert rj.measure(job, "full", "cpu").device_bytes > 0
-    planned = rj.plan(job, "1GiB", "cpu").apply(step)
-    assert compat.compiler_options(planned) == {"xla_cpu_enable_fast_math": False}
-    for one, other in zip(results(step, (params, X)), results(planned, (params, X)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["accumulation", "nnx_optimizer", "equinox_filter_jit"])
-def test_a_plan_gives_the_step_back_under_its_own_jit(kind: str) -> None:
-    step, args = taken(kind)
-    plan = rj.plan(step, args, budget="1GiB", target="cpu")
-    planned = plan.apply(step)
-    assert type(planned) is type(step) and type(planned).__name__ != "function"
-    assert "Blocks found: Layer (4 calls)" in " ".join(plan.notes)
-    for one, other in zip(results(step, args), results(planned, args), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
-    with pytest.raises(Exception, match="no_such_option"):
-        results(dataclasses.replace(plan, compiler_options={"no_such_option": "1"}).apply(step), args)
-
-
-def test_a_plan_of_a_step_is_the_plan_of_its_loss() -> None:
-    model = Net()
-    state = TrainState.create(apply_fn=model.apply, params=parameters(model), tx=optax.adam(1e-2))
-    x = jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)
-
-    def train_step(state: TrainState, x: jax.Array) -> Any:
-        loss, grads = jax.value_and_grad(lambda params: (model.apply({"params": params}, x) ** 2).mean())(state.params)
-        return state.apply_gradients(grads=grads), loss
-
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        return (model.apply({"params": params}, x) ** 2).mean()
-
-    finished = rj.Workload.from_step(jax.jit(train_step), state, x, blocks=Layer, donate_argnums=0)
-    of_loss = rj.Workload(loss, state.params, (x,), Layer, optimizer=state.tx)
-    made, expected = (rj.plan(job, "3.9MiB", "cpu") for job in (finished, of_loss))
-    assert not made.is_off and dict(made.policies) == dict(expected.policies)
-    assert made.recompute_flops == expected.recompute_flops
-    assert 0 <= made.predicted_bytes - expected.predicted_bytes <= 64
-    # A TrainState counts its steps too.
-    assert 0 <= made.device_bytes - expected.device_bytes <= 64
-    assert rj.measure(finished, dict(made.policies), "cpu").device_bytes == made.device_bytes
-    for one, other in zip(
-        *(results(step, (state, X)) for step in (train_step, rj.checkpoint_blocks(train_step, dict(made.policies)))),
-        strict=True,
-    ):
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
-    planned = jax.eval_shape(made.apply(train_step), state, x)
-    assert jax.tree.structure(planned) == jax.tree.structure(jax.eval_shape(train_step, state, x))
-    with pytest.raises(PlanningError, match=r"planned for x float32\[4096, 6\], called with float32\[8, 6\]"):
-        made.apply(train_step)(state, X)
-    with pytest.raises(UnsupportedError, match="allow=\\['head_in_chunks'\\]: workload='train_step' is a finished step"):
-        rj.plan(finished, "2MiB", "cpu", allow=["head_in_chunks"])
 
 
 def twice(params: Any, x: jax.Array) -> Any:
@@ -272,10 +184,6 @@ def test_jax_differentiates_as_before_afterwards() -> None:
     assert {name: getattr(differentiation._ad, name) for name in before} == before
 
 
-def of_squares(params: Any, x: jax.Array) -> jax.Array:
-    return (Net().apply({"params": params}, x) ** 2).mean()
-
-
 def vmapped(params: Any, x: jax.Array) -> Any:
     """A gradient for each example, as in DP-SGD."""
     return jax.vmap(jax.grad(lambda params, row: of_squares(params, row[None])), (None, 0))(params, x)
@@ -322,8 +230,8 @@ def writing(params: Any, x: jax.Array) -> Any:
 )
 def test_a_gradient_of_parts_takes_policies_but_is_not_listed(step: Any, where: str) -> None:
     params = parameters(Net())
-    by_layer = rj.checkpoint_blocks(step, {Layer: BY_LAYER})
-    for one, other in zip(results(step, (params, X)), results(by_layer, (params, X)), strict=True):
+    mixed = rj.checkpoint_blocks(step, {Layer: BY_LAYER})
+    for one, other in zip(results(step, (params, X)), results(mixed, (params, X)), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
     job = rj.Workload.from_step(step, params, X, blocks=Layer)
     assert rj.measure(job, "full", "cpu").residual_device_bytes is None
@@ -360,30 +268,3 @@ def test_a_step_under_two_policies() -> None:
     both = rj.checkpoint_blocks(rj.checkpoint_blocks(step, {nn.Dense: "full"}), {Layer: BY_LAYER})
     for one, other in zip(results(step, args), results(both, args), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
-
-
-def test_a_plan_of_a_step_on_a_mesh_is_the_plan_of_its_loss() -> None:
-    spec = jax.sharding.PartitionSpec
-    x, params = jax.ShapeDtypeStruct((8192, WIDTH), jnp.float32), parameters(fsdp.model)
-    state = jax.eval_shape(fsdp.tx.init, params)
-    places = (lambda _, leaf: spec("fsdp") if len(leaf.shape) == 3 else spec(),) * 2
-
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        return (fsdp.model.apply({"params": params}, x) ** 2).mean()
-
-    mesh = {"fsdp": 2}
-    finished = rj.Workload.from_step(
-        fsdp.train_step, params, state, x, donate_argnums=(0, 1), mesh=mesh, shardings=(*places, spec("fsdp"))
-    )
-    of_loss = rj.Workload(loss, params, (x,), optimizer=fsdp.tx, mesh=mesh, shardings=(places[0], spec("fsdp")))
-    assert finished.blocks == of_loss.blocks == (Layer,)
-    made, expected = (rj.plan(job, "4MB", "2xcpu") for job in (finished, of_loss))
-    assert not made.is_off and dict(made.policies) == dict(expected.policies)
-    assert made.device_bytes == expected.device_bytes
-
-
-def test_a_plan_names_the_arrays_of_an_nnx_step_by_their_arguments() -> None:
-    args = nnx_optimizer.example_args()
-    model = Model.of(rj.Workload.from_step(nnx_optimizer.train_step, *args))
-    with pytest.raises(PlanningError, match=r"planned for x float32\[8, 6\], called with float32\[4, 6\]"):
-        model.check_call(nnx_optimizer.train_step, (*args[:-1], X[:4]), {}, "the plan")

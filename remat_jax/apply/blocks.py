@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 
-from remat_jax.apply.effect import Effect, run_under
+from remat_jax.apply.effect import Effect, call_signature, run_under
+from remat_jax.apply.find_blocks import find_blocks_of_call
 from remat_jax.apply.own_checkpoints import check_choice
 from remat_jax.apply.scope import BlockPolicies, Record
 from remat_jax.core.marks import Block
 from remat_jax.core.walk import checkpoints_around_blocks
 from remat_jax.errors import ArgumentError, RematError
+from remat_jax.policy import as_block_policy
 from remat_jax.warning import silenced
 
 P = ParamSpec("P")
@@ -25,8 +27,10 @@ AS_WRITTEN = "as written"
 """The name of the table row for the step under the model's own checkpoints around the blocks."""
 
 
-def checkpoint_blocks(fn: Callable[P, R], policies: Mapping[Block, Any], *, own_checkpoints: str = "replace") -> Callable[P, R]:
-    """`fn` with a policy on every call of the given blocks; the model is not edited.
+def checkpoint_blocks(
+    fn: Callable[P, R], policies: Mapping[Block, Any] | Any, *, own_checkpoints: str = "replace"
+) -> Callable[P, R]:
+    """`fn` with a policy on every call of the given blocks, or of those that are found; the model is not edited.
 
     Parameter names and values, outputs and gradients do not change. A `jit` inside `fn` is traced again under each set of
     policies, and later calls of the plain `fn` do not reuse these traces.
@@ -43,14 +47,16 @@ def checkpoint_blocks(fn: Callable[P, R], policies: Mapping[Block, Any], *, own_
     Args:
       fn: any function that runs the model, under `jit` or not, differentiated or not.
       policies: maps a block to its policy. A block is a class whose instances are called (subclasses count), a method of a
-        class (`Model.encode`), a function marked with `block`, a glob on module paths, or `"checkpoints"`. A policy is a
-        `Policy`, its name or text, a JAX policy object, or `LayerPolicies` or their text.
+        class (`Model.encode`), a function marked with `block`, a glob on module paths, `"checkpoints"` or `"scans"`. A policy
+        is a `Policy`, its name or text, a JAX policy object, or `LayerPolicies` or their text. One policy without a block is
+        the policy of the blocks that are found in `fn`, as `Workload` finds them, on the first call with arguments of a type.
       own_checkpoints: `"keep"` keeps the model's own checkpoints around the blocks, with a `RematWarning`: these checkpoints
         discard the residuals that a policy keeps.
 
     Raises:
       ArgumentError, PolicyError: at once, if `fn` is no function, or a key or value of `policies` is wrong.
-      BlockError: when called, if a block is never called, or if it is called more or less often than it has policies by layer.
+      BlockError: when called, if a block is never called, or if it is called more or less often than it has policies by layer;
+        without blocks, if nothing in `fn` is repeated.
       NoEffectError: when called, if a selector matches no residual, or if there is nothing to offload. With policies by layer,
         each run of layers is checked.
       UnsupportedError: when called, only with policies by layer: if the block is in a `while` loop or a `custom_root`, or if
@@ -71,15 +77,39 @@ def checkpoint_blocks(fn: Callable[P, R], policies: Mapping[Block, Any], *, own_
     >>> mixed = checkpoint_blocks(loss, {Block: "1 x full | 1 x dots"})  # the second block keeps its products
     >>> matmuls(jax.value_and_grad(mixed), params, x)
     12
+    >>> matmuls(jax.value_and_grad(checkpoint_blocks(loss, "full")), params, x)  # `Block` is found
+    13
     """
-    return under_policies(fn, BlockPolicies.of(policies, keeps=check_choice(own_checkpoints)))
+    keeps = check_choice(own_checkpoints)
+    if isinstance(policies, Mapping):
+        return under_policies(fn, BlockPolicies.of(policies, keeps=keeps))
+    return _under_policy(fn, as_block_policy(policies), keeps)
+
+
+def _under_policy(fn: Callable[P, R], policy: Any, keeps: bool) -> Callable[P, R]:
+    """`checkpoint_blocks` with a checked policy of the blocks that are found in each call of a new signature."""
+    known: dict[Hashable, Callable[P, R]] = {}
+
+    @functools.wraps(_checked(fn))
+    def with_policy(*args: P.args, **kwargs: P.kwargs) -> R:
+        signature = call_signature(args, kwargs)
+        if signature is None or signature not in known:
+            blocks = find_blocks_of_call(fn, args, kwargs).blocks
+            known[signature] = under_policies(fn, BlockPolicies.of(dict.fromkeys(blocks, policy), keeps=keeps))
+        return known[signature](*args, **kwargs)
+
+    return with_policy
+
+
+def _checked(fn: Callable[P, R]) -> Callable[P, R]:
+    if not callable(fn):
+        raise ArgumentError(f"fn={fn!r}: expected a function that runs the model")
+    return fn
 
 
 def under_policies(fn: Callable[P, R], checked: BlockPolicies, tell: Callable[[Record], None] | None = None) -> Callable[P, R]:
     """`checkpoint_blocks` with checked policies; `tell` is called with the record of each call."""
-    if not callable(fn):
-        raise ArgumentError(f"fn={fn!r}: expected a function that runs the model")
-    effect = Effect(fn, checked)
+    effect = Effect(_checked(fn), checked)
 
     @functools.wraps(fn)
     def with_policies(*args: P.args, **kwargs: P.kwargs) -> R:

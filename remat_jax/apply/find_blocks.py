@@ -9,9 +9,11 @@ from typing import Any
 import jax
 
 from remat_jax.apply import calls
-from remat_jax.apply.effect import with_blocks
+from remat_jax.apply.effect import run_under, with_blocks
+from remat_jax.apply.gradients import Gradient, noting_gradients
 from remat_jax.apply.inner_loss import gradients_of
 from remat_jax.apply.loss_parts import Calls, Found, TracedLoss
+from remat_jax.apply.region import traced
 from remat_jax.apply.scope import BlockPolicies, applying
 from remat_jax.core.marks import CHECKPOINTS, SCANS, Block
 from remat_jax.errors import BlockError
@@ -115,13 +117,28 @@ def find_blocks_of_step(step: Callable[..., Any], arguments: tuple[Any, ...], na
     seen = Calls()
     with calls.listening(seen.scope):
         gradients, *_ = gradients_of(step, arguments, _ANYWHERE.anew())
-    different = {str(each.jaxpr): each for each in gradients}.values()
-    if not different:
+    if not gradients:
         raise BlockError(f"step={name!r}: it takes no gradient (jax.grad, value_and_grad, vjp), so it has no blocks to find")
-    losses = [
-        TracedLoss(seen, each.jaxpr, range(len(each.frozen), len(each.jaxpr.in_avals)), each.outputs) for each in different
-    ]
-    return _chosen(losses, name)
+    return _chosen(_losses(seen, gradients), name)
+
+
+def find_blocks_of_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> FoundBlocks:
+    """The blocks of a call of any function: of the functions that it differentiates, or else of its own gradient.
+
+    Raises:
+      BlockError: nothing is repeated, or two choices are equally good.
+    """
+    seen, name = Calls(), getattr(fn, "__name__", "fn")
+    with calls.listening(seen.scope), noting_gradients() as gradients:
+        jaxpr, *_ = traced(lambda *args, **kwargs: run_under(_ANYWHERE.anew(), fn, args, kwargs)[0], args, kwargs)
+    if gradients:
+        return _chosen(_losses(seen, gradients), name)
+    return _chosen([TracedLoss(seen, jaxpr, range(len(jaxpr.in_avals)), len(jaxpr.out_avals))], name)
+
+
+def _losses(seen: Calls, gradients: Sequence[Gradient]) -> list[TracedLoss]:
+    different = {str(each.jaxpr): each for each in gradients}.values()
+    return [TracedLoss(seen, each.jaxpr, range(len(each.frozen), len(each.jaxpr.in_avals)), each.outputs) for each in different]
 
 
 def _chosen(losses: Sequence[TracedLoss], name: str) -> FoundBlocks:

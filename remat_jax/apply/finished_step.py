@@ -13,7 +13,7 @@ import jax
 from remat_jax import compat
 from remat_jax.apply.nnx import known_paths_in
 from remat_jax.apply.nnx_state import NodeCopies, Objects, as_pure_function, is_node, nodes_in
-from remat_jax.apply.pytrees import ModelArrays, known_paths
+from remat_jax.apply.pytrees import ModelArrays
 from remat_jax.core.walk import of_some
 from remat_jax.errors import ArgumentError
 from remat_jax.warning import warn
@@ -61,9 +61,7 @@ def of_arrays(step: Step, args: tuple[Any, ...], structs: Callable[[Any], Any]) 
 
     @functools.wraps(step)
     def of_models(*arrays: Any) -> Any:
-        whole = models.whole(arrays)
-        with known_paths(*whole):
-            return jax.tree.map(_array_or_number, of_varied(*whole))
+        return jax.tree.map(_array_or_number, of_varied(*models.whole(arrays)))
 
     return FinishedStep(of_models, structs(models.arrays), models.arrays, places)
 
