@@ -31,6 +31,24 @@ class Trainer:
         return jax.tree.map(lambda p, g: p - 0.1 * len(word) * g, params, grads)
 
 
+def test_a_wrapper_of_a_jitted_step_has_its_static_and_donated_arguments() -> None:
+    called: list[int] = []
+
+    @functools.wraps(Trainer.step)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        called.append(len(args))
+        return Trainer.step(*args, **kwargs)
+
+    params = parameters(Net())
+    job = rj.Workload.from_step(counted, Trainer(), params, X)
+    assert rj.measure(job, "full", "cpu").alias_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    planned = rj.plan(job, "1GiB", "cpu").apply(counted)
+    called.clear()
+    for _ in range(2):
+        jax.block_until_ready(planned(Trainer(), jax.tree.map(jnp.copy, params), X))
+    assert called == [3, 3]
+
+
 @pytest.mark.parametrize("step", [Trainer().step, functools.partial(Trainer.step, Trainer())])
 def test_methods_and_partials_of_jitted_steps_are_jitted_steps(step: Any) -> None:
     params = parameters(Net())

@@ -30,9 +30,10 @@ def is_jax_jit(function: Any) -> bool:
 def jit_of(function: Any, count: int = 0) -> Jit:
     """The options of the `jax.jit`, `nnx.jit` or `eqx.filter_jit` that returned `function`, which takes `count` arguments.
 
-    `function` may also be a method of an instance, or a `functools.partial`, of what such a `jit` returned.
+    `function` may also be a method of an instance, a `functools.partial`, or a wrapper (`functools.wraps`), of what such a
+    `jit` returned.
     """
-    jitted, bound = _unbound(function)
+    jitted, bound = _unbound(inspect.unwrap(function, stop=lambda each: not isinstance(each, types.FunctionType)))
     if isinstance(jitted, _NNX_JIT):  # it keeps JAX's function, whose arguments have the same places
         jitted = jitted.jitted_fn
     if is_jax_jit(jitted):
