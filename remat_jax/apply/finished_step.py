@@ -26,7 +26,7 @@ class FinishedStep:
     """A step as a function of its arrays.
 
     Attributes:
-      function: takes `shapes`. It returns the arrays and numbers that the step returns and, if there are NNX objects among the
+      function: takes `shapes`. It returns the arrays that the step returns and, if there are NNX objects among the
         arguments, the arrays that it writes to them.
       shapes, arrays: an entry for each argument that is not static: its arrays as shapes, and the given arrays.
       places: the positions of these arguments in the call of the step.
@@ -61,14 +61,10 @@ def of_arrays(step: Step, args: tuple[Any, ...], structs: Callable[[Any], Any]) 
 
     @functools.wraps(step)
     def of_models(*arrays: Any) -> Any:
-        return jax.tree.map(_array_or_number, of_varied(*models.whole(arrays)))
+        results = of_varied(*models.whole(arrays))
+        return jax.tree.map(lambda leaf: leaf if compat.is_array(leaf) else None, results)
 
     return FinishedStep(of_models, structs(models.arrays), models.arrays, places)
-
-
-def _array_or_number(leaf: Any) -> Any:
-    """`leaf`, but None for any other result of a step, such as text or the functions in a model."""
-    return leaf if compat.is_array(leaf) or isinstance(leaf, bool | int | float | complex) else None
 
 
 def donated(step: Step, given: int | Sequence[int] | None, count: int) -> tuple[int, ...]:

@@ -60,6 +60,7 @@ from remat_jax.compat.rematerialisation import binding_ours as binding_ours
 from remat_jax.compat.rematerialisation import block_function as block_function
 from remat_jax.compat.rematerialisation import blocks_around_which as blocks_around_which
 from remat_jax.compat.rematerialisation import checkpoint_parts as checkpoint_parts
+from remat_jax.compat.rematerialisation import checkpoints_give_way as checkpoints_give_way
 from remat_jax.compat.rematerialisation import checkpoints_stay as checkpoints_stay
 from remat_jax.compat.rematerialisation import chunk_checkpoint as chunk_checkpoint
 from remat_jax.compat.rematerialisation import is_block as is_block

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 from jax._src.interpreters import ad as _ad
 
+from remat_jax.compat.patches import Patch
 from remat_jax.compat.tracing import setting
 
 Change = Callable[[Callable[..., Any], bool], Callable[..., Any]]
 """Takes a function f and whether f returns aux beside its differentiated outputs, and returns the function to differentiate."""
 
-_ENTRIES = ("linearize", "jvp")
-"""The functions of JAX that get the user's function from `grad`, `value_and_grad`, `vjp`, `linearize` and `jvp`."""
 _change: ContextVar[Change | None] = ContextVar("change", default=None)
-_lock = threading.Lock()
-_users = 0
-_originals: dict[str, Callable[..., Any]] = {}
 
 
 @contextlib.contextmanager
@@ -32,22 +27,8 @@ def changing_differentiated(change: Change | None) -> Iterator[None]:
 
     JAX has no hook, so its entries are replaced while any thread is in such a context. Other threads are not affected.
     """
-    global _users
-    with _lock:
-        _users += 1
-        if _users == 1:
-            for name in _ENTRIES:
-                _originals[name] = getattr(_ad, name)
-                setattr(_ad, name, _looking_up(_originals[name]))
-    try:
-        with setting(_change, _together(_change.get(), change)):
-            yield
-    finally:
-        with _lock:
-            _users -= 1
-            if not _users:
-                for name in _ENTRIES:
-                    setattr(_ad, name, _originals.pop(name))
+    with _ENTRIES, setting(_change, _together(_change.get(), change)):
+        yield
 
 
 def _together(outer: Change | None, inner: Change | None) -> Change | None:
@@ -63,3 +44,7 @@ def _looking_up(entry: Callable[..., Any]) -> Callable[..., Any]:
         return entry(function if change is None else change(function, bool(kwargs.get("has_aux"))), *args, **kwargs)
 
     return changed
+
+
+# `grad`, `value_and_grad`, `vjp` and `linearize` give the user's function to the first one, `jvp` gives it to the second one.
+_ENTRIES = Patch((_ad, "linearize", _looking_up), (_ad, "jvp", _looking_up))

@@ -32,6 +32,7 @@ from jax.interpreters import ad, batching, mlir
 
 from remat_jax.compat.donation import keeping_memories
 from remat_jax.compat.equations import changed_parameters, kind
+from remat_jax.compat.patches import Patch
 
 _OURS = os.path.dirname(os.path.dirname(__file__))
 # Stack frames in these files are not the user's. The empty last part of each `os.path.join` appends a separator to a folder.
@@ -299,12 +300,6 @@ def _map_linear(
     return list(outputs), [0] * len(avals)
 
 
-# JAX batches a function before differentiating it, so JAX's own batching rule for the linear part of a `custom_vjp` only raises
-# an error: forward mode is not supported. But `vmap` of a block batches a traced derivative, which contains linear parts. With
-# the rule above, batching works, and only evaluating a linear part raises this error.
-_batching.fancy_primitive_batchers[_ad.custom_lin_p] = _map_linear
-
-
 def _map_linear_of_object(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, _prim: Any, nz_in_flat: Sequence[bool], **params: Any
 ) -> tuple[list[Any], list[int]]:
@@ -329,8 +324,13 @@ def _map_linear_of_object(
 
 
 _linear_of_object_p = getattr(_hijax, "call_hi_primitive_linearized_p", None)
-if _linear_of_object_p is not None:
-    _batching.fancy_primitive_batchers[_linear_of_object_p] = _map_linear_of_object
+_rules = [(_ad.custom_lin_p, _map_linear), (_linear_of_object_p, _map_linear_of_object)]
+linear_parts_are_batched = Patch(
+    *((_batching.fancy_primitive_batchers, primitive, lambda _, rule=rule: rule) for primitive, rule in _rules if primitive)
+)
+"""Inside this context the linear part of a `custom_vjp` can be batched, and only its evaluation raises JAX's error that forward
+mode is not supported. JAX batches a function before differentiating it, so its own batching rule raises this error. But `vmap`
+of a block batches a traced derivative, which contains linear parts."""
 
 
 # --- bytes --------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,7 +17,8 @@ from jax._src.interpreters import partial_eval as _pe
 from jax._src.interpreters import remat as _remat
 
 from remat_jax.compat.equations import body_of_call, given_name, kind, parameters
-from remat_jax.compat.jaxprs import closed, eqn_context, hoist_consts, jaxpr_function
+from remat_jax.compat.jaxprs import closed, eqn_context, hoist_consts, jaxpr_function, linear_parts_are_batched
+from remat_jax.compat.patches import Patch
 from remat_jax.compat.tracing import established_forms, setting, traced_for, traces
 from remat_jax.errors import UnsupportedError
 
@@ -97,7 +98,9 @@ def bind_checkpoint(jaxpr: Any, args: Sequence[Any], *, policy: Any, prevent_cse
     """`jax.checkpoint` of a traced program: evaluate the closed `jaxpr` on `args` as one region."""
     body, consts = hoist_consts(jaxpr)
     params = {"jaxpr": body.jaxpr, "prevent_cse": prevent_cse, "differentiated": False, "policy": policy}
-    with binding_ours():
+    if _computes_saved_exactly(body.jaxpr):
+        _SAVED_EXACTLY.keep()
+    with binding_ours(), _effects_explained(body):
         return list(_ad_checkpoint.remat_p.bind(*consts, *args, **params))
 
 
@@ -124,9 +127,11 @@ def is_chunk_policy(policy: Any) -> bool:
 _replacement: ContextVar[Callable[..., list[Any]] | None] = ContextVar("replacement", default=None)
 
 
-def region_replaced_by(evaluate: Callable[[Any, Sequence[Any]], list[Any]] | None) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def region_replaced_by(evaluate: Callable[[Any, Sequence[Any]], list[Any]] | None) -> Iterator[None]:
     """In this context a checkpoint region is evaluated by `evaluate(closed body, operands)` instead of being bound."""
-    return setting(_replacement, evaluate)
+    with checkpoints_give_way, setting(_replacement, evaluate):
+        yield
 
 
 _binding_ours: ContextVar[bool] = ContextVar("binding_ours", default=False)
@@ -137,48 +142,68 @@ def binding_ours() -> contextlib.AbstractContextManager[None]:
     return setting(_binding_ours, True)
 
 
+_gives_way: list[Callable[[Any], bool]] = []
+
+
 def let_checkpoints_give_way(gives_way: Callable[[Any], bool]) -> None:
-    """From now on, evaluate a checkpoint region without its checkpoint if `gives_way` is true for its body (a closed jaxpr).
+    """Inside `checkpoints_give_way` a checkpoint region loses its checkpoint if `gives_way` is true for its body."""
+    _gives_way.append(gives_way)
 
-    JAX has no hook, so this function replaces `bind`, which JAX calls after tracing a region (of `jax.checkpoint`, `nnx.remat`,
-    or `nn.remat` under a scan). Regions that are already differentiated, and regions that `remat_jax` binds, are unaffected.
-    """
-    bind = _ad_checkpoint.remat_p.bind
 
+def _give_way(body: Any) -> bool:
+    return not _binding_ours.get() and any(gives_way(body) for gives_way in _gives_way)
+
+
+def _bind_or_evaluate(bind: Callable[..., Any]) -> Callable[..., list[Any]]:
     @functools.wraps(bind)
     def bind_or_evaluate(*args: Any, jaxpr: Any, differentiated: bool, **params: Any) -> list[Any]:
         instead = _replacement.get()
         if instead is not None and not differentiated:
             with setting(_replacement, None):
                 return instead(closed(jaxpr), args)
-        ours = _binding_ours.get() or is_chunk_policy(params.get("policy"))
-        if not differentiated and not ours and gives_way(closed(jaxpr)):
+        if not differentiated and not is_chunk_policy(params.get("policy")) and _give_way(closed(jaxpr)):
             return list(jaxpr_function(closed(jaxpr))(*args))
-        try:
+        with _effects_explained(jaxpr):
             return list(bind(*args, jaxpr=jaxpr, differentiated=differentiated, **params))
-        except NotImplementedError as error:
-            effects = sorted(map(str, closed(jaxpr).jaxpr.effects))
-            if isinstance(error, UnsupportedError) or not effects or "Effects not supported" not in str(error):
-                raise
-            raise UnsupportedError(
-                f"a checkpointed block has an effect that JAX cannot differentiate in a checkpoint ({effects[0]}), such as "
-                "io_callback. Use jax.debug.callback (it runs once in each pass) or jax.pure_callback, or return the "
-                "array from the block and call io_callback outside"
-            ) from error
 
-    _ad_checkpoint.remat_p.bind = bind_or_evaluate
-    region = getattr(_ad_checkpoint, "RematTraced", None)
-    if region is None:
-        return
-    call = region.__call__
+    return bind_or_evaluate
 
+
+def _call_or_evaluate(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def call_or_evaluate(self: Any, *args: Any) -> Any:
-        if _binding_ours.get() or not gives_way(self.jaxpr):
+        if not _give_way(self.jaxpr):
             return call(self, *args)
         return jax.tree.unflatten(self.out_tree, jaxpr_function(self.jaxpr)(*jax.tree.leaves(args)))
 
-    region.__call__ = call_or_evaluate
+    return call_or_evaluate
+
+
+checkpoints_give_way = Patch(
+    (_ad_checkpoint.remat_p, "bind", _bind_or_evaluate),
+    *((region, "__call__", _call_or_evaluate) for region in [getattr(_ad_checkpoint, "RematTraced", None)] if region),
+)
+"""A context in which checkpoint regions are evaluated without their checkpoint, or in another way (`region_replaced_by`).
+
+The functions are replaced that JAX calls after tracing a region (of `jax.checkpoint`, `nnx.remat`, or `nn.remat` under a scan).
+Regions that are already differentiated, and regions that `remat_jax` binds, are unaffected.
+"""
+
+
+@contextlib.contextmanager
+def _effects_explained(jaxpr: Any) -> Iterator[None]:
+    """Inside this context JAX's error about an effect in a checkpoint region with the body `jaxpr` says the remedy."""
+    try:
+        yield
+    except NotImplementedError as error:
+        effects = sorted(map(str, closed(jaxpr).jaxpr.effects))
+        if isinstance(error, UnsupportedError) or not effects or "Effects not supported" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"a checkpointed block has an effect that JAX cannot differentiate in a checkpoint ({effects[0]}), such as "
+            "io_callback. Use jax.debug.callback (it runs once in each pass) or jax.pure_callback, or return the "
+            "array from the block and call io_callback outside"
+        ) from error
 
 
 def _is_saved_exactly(aval: Any) -> bool:
@@ -188,18 +213,13 @@ def _is_saved_exactly(aval: Any) -> bool:
     return jnp.iscomplexobj(aval) or jnp.finfo(aval.dtype).bits < 16
 
 
-def _save_exactly() -> None:
-    """From now on, checkpoint regions save arrays of float8, float4 and complex dtypes unchanged, as they save integers.
+def _computes_saved_exactly(jaxpr: Any) -> bool:
+    """Whether the open `jaxpr` reads or computes an array that is saved unchanged."""
+    variables = [*jaxpr.invars, *jaxpr.constvars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)]
+    return any(_is_saved_exactly(var.aval) for var in variables) or any(map(_computes_saved_exactly, _core.subjaxprs(jaxpr)))
 
-    JAX rounds each saved array by `reduce_precision` to the exponent and mantissa of its own dtype, because XLA may compute
-    float32, float16 and bfloat16 with excess precision. For other dtypes this is no identity: in float8 and float4, it
-    rounds subnormals to zero and overflows above the largest power of two, for example above 256 in `float8_e4m3fn`; it rejects
-    complex numbers. JAX has no hook, so this function replaces the function that inserts the rounding, and its counterpart
-    of `jax_remat3`.
-    """
-    insert = _ad_checkpoint._insert_reduce_precision
-    round_saved = _remat.reduce_precision_handlers[_core.ShapedArray]
 
+def _rounding_where_exact(insert: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(insert)
     def insert_where_exact(jaxpr: Any, num_res: int) -> Any:
         residuals = jaxpr.outvars[len(jaxpr.outvars) - num_res :]
@@ -210,17 +230,29 @@ def _save_exactly() -> None:
         result = insert(_with_outputs(jaxpr, rounded), len(rounded))
         return _with_outputs(result, jaxpr.outvars)
 
-    _ad_checkpoint._insert_reduce_precision = insert_where_exact
-    _remat.reduce_precision_handlers[_core.ShapedArray] = lambda aval, value: (
-        value if _is_saved_exactly(aval) else round_saved(aval, value)
-    )
+    return insert_where_exact
+
+
+def _rounded_where_exact(round_saved: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda aval, value: value if _is_saved_exactly(aval) else round_saved(aval, value)
+
+
+_SAVED_EXACTLY = Patch(
+    (_ad_checkpoint, "_insert_reduce_precision", _rounding_where_exact),
+    (_remat.reduce_precision_handlers, _core.ShapedArray, _rounded_where_exact),
+)
+"""Checkpoint regions save arrays of float8, float4 and complex dtypes unchanged, as they save integers.
+
+JAX rounds each saved array by `reduce_precision` to the exponent and mantissa of its own dtype, because XLA may compute
+float32, float16 and bfloat16 with excess precision. For other dtypes this is no identity: in float8 and float4, it rounds
+subnormals to zero and overflows above the largest power of two, for example above 256 in `float8_e4m3fn`; it rejects complex
+numbers. JAX has no hook, so the function that inserts the rounding is replaced, and its counterpart of `jax_remat3`: from the
+first block on that computes such an array, because JAX may differentiate a traced block at any later time.
+"""
 
 
 def _with_outputs(jaxpr: Any, outputs: Sequence[Any]) -> Any:
     return jaxpr.replace(outvars=list(outputs), debug_info=jaxpr.debug_info.with_unknown_names())
-
-
-_save_exactly()
 
 
 # In a jaxpr, the name of a checkpointed block's function marks the block. The name also says whether the block replaces the
@@ -235,6 +267,7 @@ def block_function(run: Callable[..., Any], rule: Callable[..., Any]) -> Callabl
 
     The call is a `custom_jvp_call` of JAX, despite `jax_custom_jvp3` (`established_forms`).
     """
+    linear_parts_are_batched.keep()  # a traced block may be batched at any later time
     run.__name__ = run.__qualname__ = _block_name.get()
     block = jax.custom_jvp(run)
     block.defjvp(rule, symbolic_zeros=True)
