@@ -39,13 +39,15 @@ def table(
     On a narrow console no word is broken. If the table is still too wide, the columns named in `optional` are left out first.
 
     `formats` maps a column to the function that formats its values; `None` is written `n/a` in every column. Text is literal:
-    square brackets, as in `blocks[0]`, are not Rich's markup.
+    square brackets, as in `blocks[0]`, are not Rich's markup. An empty column without a name is left out.
 
     Raises `ValueError` if a row's length differs from that of `columns`, and for a format of an unknown column.
 
     >>> t = table("memory", ["mode", "device"], [["off", 2048], ["offload", None]], formats={"device": format_bytes})
     >>> [str(cell) for cell in t.columns[1].cells], t.columns[1].justify
     (['2.0 KiB', 'n/a'], 'right')
+    >>> [column.header.plain for column in table("fits", ["batch", ""], [[1, ""], [2, ""]]).columns]
+    ['batch']
     """
     formats = dict(formats or {})
     unknown = sorted(set(formats) - set(columns))
@@ -62,12 +64,13 @@ def table(
         [MISSING if value is None else formats.get(name, str)(value) for name, value in zip(columns, row, strict=True)]
         for row in rows
     ]
-    for position, name in enumerate(columns):
+    shown = [position for position, name in enumerate(columns) if name or any(row[position] for row in written)]
+    for position in shown:
         numeric = _is_numeric([row[position] for row in written])
         # A wrapped number can be misread, so only text wraps.
-        result.add_column(Text(name), justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
+        result.add_column(Text(columns[position]), justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
     for cells in written:
-        result.add_row(*map(Text, cells))
+        result.add_row(*(Text(cells[position]) for position in shown))
     return result
 
 
