@@ -62,6 +62,12 @@ class Mixer(nn.Module):
         return x + nn.Dense(8)(jnp.sin(nn.Dense(64)(x)))
 
 
+class Derived(Mixer):
+    @nn.compact
+    def __call__(self, x):
+        return super().__call__(jnp.sin(x))
+
+
 class Stage(nn.Module):
     width: int
 
@@ -94,6 +100,7 @@ LINEN = {
     "scanned, with a wrapper and a checkpoint": (stack(lambda: scanned), {"Layer": 3}),
     "two towers of one class": (stack(Tower, Tower), {"Layer": 8}),
     "two classes side by side": (stack(*[Mixer] * 3, *[Layer] * 3), {"Layer": 3, "Mixer": 3}),
+    "a class that calls super": (stack(*[Derived] * 3), {"Derived": 3}),
     "different widths": (stack(lambda: Stage(8), lambda: Stage(16)), {"Stage": 2}),
 }
 
