@@ -227,7 +227,7 @@ class _Adviser:
         how = f"jax.jit(step, donate_argnums={undonated!r})" + (", and donate=True" if self.workload.has_loss else "")
         names = [self.step.labels[place] for place in undonated]
         why = (
-            f"the step returns arrays of the same shapes as {' and '.join(names)} without donating the old buffers, so "
+            f"The step returns arrays of the same shapes as {' and '.join(names)} without donating the old buffers, so "
             f"{format_bytes(twice)} are in memory twice"
         )
         yield Advice(DONATION, min(twice, self.sizes.device - left), how, why)

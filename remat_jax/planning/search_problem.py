@@ -20,7 +20,7 @@ from remat_jax.planning.fit_memory import Fit
 from remat_jax.planning.generators.as_written import as_written
 from remat_jax.planning.known import Known
 from remat_jax.planning.plan_data import Point
-from remat_jax.planning.problem import Described, describe, describe_outside, keeping_seconds
+from remat_jax.planning.problem import Described, describe, describe_outside
 from remat_jax.planning.solved import Solved
 from remat_jax.planning.times import Times
 from remat_jax.planning.translate import named_candidate, own_candidate, recut
@@ -137,7 +137,7 @@ def _known(
         written = as_written(workload, everything, full)
     return Known(
         fit,
-        Times(fit, described.base_seconds, keeping_seconds(described)),
+        Times(fit, described.base_seconds),
         Solved(fit, named, functools.partial(own_candidate, described), 1 if nested else _MOST_RUNS),
         tuple(named),
         (lambda candidate, cuts: candidate) if nested else functools.partial(recut, described),
