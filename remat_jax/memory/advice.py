@@ -228,7 +228,8 @@ class _Adviser:
         names = [self.step.labels[place] for place in undonated]
         why = (
             f"The step returns arrays of the same shapes as {' and '.join(names)} without donating the old buffers, so "
-            f"{format_bytes(twice)} are in memory twice"
+            f"{format_bytes(twice)} are in memory twice at the end of the step. Before its end, temporary arrays use part of "
+            "this memory"
         )
         yield Advice(DONATION, min(twice, self.sizes.device - left), how, why)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from remat_jax import compat
-from remat_jax.errors import PolicyError, UnsupportedError
+from remat_jax.errors import NoEffectError, PolicyError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT
@@ -114,6 +114,8 @@ def _named(workload: Workload, described: Described, no_offload: str) -> tuple[l
             continue
         try:
             candidates.append(named_candidate(described, name))
+        except NoEffectError:
+            remarks[name] = "no effect on these blocks"
         except (PolicyError, UnsupportedError) as error:
             remarks[name] = first_sentence(error)
     return candidates, tuple(Point(name, None, 0, None, False, remark=remark) for name, remark in remarks.items())
