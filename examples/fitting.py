@@ -65,7 +65,9 @@ def fitting_table(found: Fitting) -> Table:
         (f"the plan for {BUDGET}", made.device_bytes, made.seconds),
     )
     cells = [
-        (name, format_bytes(size), format_estimate(seconds, assumed), "yes" if size <= memory else "NO")
+        (name, format_bytes(size), format_estimate(seconds, assumed), "yes")
+        if size <= memory
+        else (name, format_bytes(size), "", "NO")
         for name, size, seconds in steps
     ]
     parameters = sum(leaf.size for leaf in jax.tree.leaves(byte_decoder.job().params))
