@@ -225,9 +225,10 @@ class _Adviser:
         # argument's buffer. The old value occupies it until the result is written, so the temporary arrays need other memory.
         left = self.timeline.peak(lambda buffer: 0 if buffer.phase == RESULT and _elements(buffer.shape) in elements else 1)
         how = f"jax.jit(step, donate_argnums={undonated!r})" + (", and donate=True" if self.workload.has_loss else "")
-        names = [self.step.labels[place] for place in undonated]
+        *others, last = [self.step.labels[place] for place in undonated]
+        names = " and ".join(filter(None, [", ".join(others), last]))
         why = (
-            f"The step returns arrays of the same shapes as {' and '.join(names)} without donating the old buffers, so "
+            f"The step returns arrays of the same shapes as {names} without donating the old buffers, so "
             f"{format_bytes(twice)} are in memory twice at the end of the step. Before its end, temporary arrays use part of "
             "this memory"
         )
