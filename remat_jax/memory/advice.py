@@ -224,7 +224,10 @@ class _Adviser:
         # XLA uses a result's buffer for temporary arrays until the result is written. With donation the result shares the
         # argument's buffer. The old value occupies it until the result is written, so the temporary arrays need other memory.
         left = self.timeline.peak(lambda buffer: 0 if buffer.phase == RESULT and _elements(buffer.shape) in elements else 1)
-        how = f"jax.jit(step, donate_argnums={undonated!r})" + (", and donate=True" if self.workload.has_loss else "")
+        how = f"jax.jit(step, donate_argnums={undonated!r})"
+        how += (
+            ", and donate=True" if self.workload.has_loss else ', the same for nnx.jit, and donate="all" for equinox.filter_jit'
+        )
         *others, last = [self.step.labels[place] for place in undonated]
         names = " and ".join(filter(None, [", ".join(others), last]))
         why = (
