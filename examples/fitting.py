@@ -80,7 +80,7 @@ def fitting_sentences(found: Fitting) -> list[str]:
     """What the table says, and how to go on."""
     made, full, memory = found.plan, found.full, target_named(TARGET).memory_bytes
     sentences = [
-        f"As written the step needs {format_bytes(found.off.device_bytes)}; an {TARGET} has {format_bytes(memory)}.",
+        f"As written the step needs {format_bytes(found.off.device_bytes)}; the {TARGET} has {format_bytes(memory)}.",
         f"The plan saves what is worth its memory and recomputes the rest, {made.recompute_flops / 1e12:.3g} TFLOP in a step. "
         f"It needs {format_bytes(made.device_bytes)}.",
     ]
