@@ -39,7 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 .PHONY: demo
-demo: $(STAMP)  ## train the decoder in every mode and framework, compare, and draw the pictures
+demo: $(STAMP)  ## plan a model that does not fit; train a decoder in every mode and framework, and compare
 	$(BIN)/remat-jax demo $(ARGS)
 
 .PHONY: test

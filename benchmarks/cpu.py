@@ -15,7 +15,7 @@ import optax
 import remat_jax as rj
 from benchmarks.peers import INPUT, Contender, Setting
 from benchmarks.record import text_table
-from examples.demo.timing import KEEP_BARRIERS
+from examples.demo.jax_rows import KEEP_BARRIERS
 from remat_jax.cost.count import flops
 from remat_jax.errors import UnsupportedError
 from remat_jax.hardware import target

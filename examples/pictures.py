@@ -16,7 +16,7 @@ from remat_jax.report.tables import MISSING, byte_unit, format_ratio, scaled_byt
 
 Row = Mapping[str, Any]
 
-ROW_KEYS = ("framework", "model", "mode", "residual_device_bytes", "residual_host_bytes", "peak_bytes", "relative_time")
+ROW_KEYS = ("framework", "model", "mode", "residual_device_bytes", "residual_host_bytes", "peak_bytes")
 PEAK_KINDS = ("torch", "cpu", "h200")
 
 _LONGEST_MODE = 34
@@ -33,8 +33,8 @@ def demo_pictures(rows: Iterable[Any], folder: str | Path) -> list[str]:
     """Draw memory, time and trade-off of `rows` into `folder` as SVG; returns the paths.
 
     A row is a mapping or a dataclass instance with the keys `framework`, `model`, `mode`, `residual_device_bytes`,
-    `residual_host_bytes`, `peak_bytes` (by `torch`, `cpu`, `h200`) and `relative_time`; a value of `None` is drawn as
-    missing, never as zero. Creates `folder` if it does not exist. Models differ in size, so each model has its own pictures;
+    `residual_host_bytes`, `peak_bytes` (by `torch`, `cpu`, `h200`) and, for times, `relative_time`; a value of `None` is drawn
+    as missing, never as zero. Creates `folder` if it does not exist. Models differ in size, so each model has its own pictures;
     with several models their file names end in the model's name (`memory-decoder.svg`). The trade-off is drawn only
     if a row has both residual bytes and a time.
 
@@ -100,7 +100,7 @@ def time_picture(rows: Iterable[Any]) -> Picture:
     colours = framework_colours(rows)
 
     def bars(row: Row) -> list[PanelBar]:
-        return [_bar(row["relative_time"], format_ratio, colours[row["framework"]], f"{row['framework']}, {row['mode']}")]
+        return [_bar(row.get("relative_time"), format_ratio, colours[row["framework"]], f"{row['framework']}, {row['mode']}")]
 
     label = "relative to the same framework without checkpointing (dashed)"
     return bars_picture(_names(rows), [BarPanel("Step time", label, _slots(rows, bars), mark=1.0)])
@@ -141,7 +141,7 @@ def plain_rows(rows: Iterable[Any]) -> list[Row]:
     >>> plain_rows([{"framework": "PyTorch"}])
     Traceback (most recent call last):
     ...
-    ValueError: rows[0] lacks model, mode, residual_device_bytes, residual_host_bytes, peak_bytes, relative_time: ...
+    ValueError: rows[0] lacks model, mode, residual_device_bytes, residual_host_bytes, peak_bytes: ...
     """
     result: list[Row] = []
     for position, given in enumerate(rows):
@@ -152,7 +152,7 @@ def plain_rows(rows: Iterable[Any]) -> list[Row]:
         unknown = sorted(set(row["peak_bytes"] or ()) - set(PEAK_KINDS))
         if unknown:
             raise ValueError(f"rows[{position}]['peak_bytes'] has {unknown}: expected only {', '.join(PEAK_KINDS)}")
-        time = row["relative_time"]
+        time = row.get("relative_time")
         if time is not None and not (math.isfinite(time) and time > 0):
             raise ValueError(f"rows[{position}]['relative_time']={time!r}: expected a ratio above 0, or None")
         result.append(row)
@@ -219,7 +219,7 @@ def framework_colours(rows: Sequence[Row]) -> dict[str, str]:
 
 def _place(row: Row, unit: str) -> tuple[float, float] | None:
     """Step time and residual bytes on the device; None if one of them is missing."""
-    time, size = row["relative_time"], row["residual_device_bytes"]
+    time, size = row.get("relative_time"), row["residual_device_bytes"]
     return None if time is None or size is None else (float(time), scaled_bytes(size, unit))
 
 

@@ -158,5 +158,5 @@ def test_the_guide_to_many_devices() -> None:
     names |= {"params": names["make_job"]().params, "folder": Path.cwd() / "run", "numpy_batch": (batch, batch)}
     names |= dict(zip(("tokens", "targets"), names["make_job"]().batch, strict=True))
     names["initial_params"] = lambda: model.init(jax.random.key(0), batch)["params"]
-    assert run((ROOT / "docs/distributed.md").read_text(), "distributed.md", names) == 7
+    assert run((ROOT / "docs/distributed.md").read_text(), "distributed.md", names) == 9
     assert np.isfinite(names["value"]) and names["manager"].all_steps() == [3]

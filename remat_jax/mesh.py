@@ -79,19 +79,26 @@ def shown(mesh: AbstractMesh) -> str:
 
 
 def on_mesh(
-    mesh: Any, shardings: Any, arguments: tuple[Any, ...], names: tuple[str, ...]
+    mesh: Any,
+    shardings: Any,
+    arguments: tuple[Any, ...],
+    names: tuple[str, ...],
+    usual: Callable[[AbstractMesh], tuple[Any, ...]],
 ) -> tuple[AbstractMesh | None, tuple[Any, ...]]:
     """A workload's mesh, and its tuple of shardings, one for each of `arguments`. For a single device: (None, ()).
 
-    If neither `mesh` nor `shardings` is given, both are read from the arrays.
+    Without `shardings`, they are those of the arrays, and so is the mesh if it is not given. If the arrays have none either,
+    the shardings are `usual` of the mesh.
     """
-    if mesh is None and shardings is None:
-        mesh, shardings = _mesh_and_shardings_of(arguments, names)
+    if shardings is None:
+        mesh_of_arrays, shardings = _mesh_and_shardings_of(arguments, names)
+        mesh = mesh_of_arrays if mesh is None else mesh
         if mesh is None:
             return None, ()
-    if mesh is None or shardings is None:
-        present, lacking = ("shardings", "mesh") if mesh is None else ("mesh", "shardings")
-        raise ArgumentError(f"{present} without {lacking}: they belong together; give both, or neither for a single device")
+        if shardings is None:
+            shardings = usual(as_mesh(mesh))
+    if mesh is None:
+        raise ArgumentError("shardings without mesh: give the mesh too, or neither for a single device")
     for name, argument in zip(names, arguments, strict=True):
         if any(map(compat.is_on_host, jax.tree.leaves(argument))):
             raise UnsupportedError(f"{name}: arrays in host memory are not supported on a mesh; give them in device memory")
@@ -334,6 +341,39 @@ def usual_shardings(mesh: AbstractMesh, params: Any, batch: tuple[Any, ...]) -> 
         return PartitionSpec(mesh.axis_names) if leaf.shape and leaf.shape[0] == rows else PartitionSpec()
 
     return jax.tree.map(of_parameter, params), *jax.tree.map(of_batch, batch)
+
+
+def shardings_of_loss(mesh: AbstractMesh, shardings: Any, params: Any, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The given `shardings`, checked; `usual_shardings` if they are None."""
+    if shardings is None:
+        return usual_shardings(mesh, params, batch)
+    return argument_shardings(mesh, shardings, (params, *batch), argument_names(batch))
+
+
+def usual_shardings_of_step(
+    mesh: AbstractMesh, arguments: tuple[Any, ...], trained: set[tuple[int, ...]], names: tuple[str, ...]
+) -> tuple[Any, ...]:
+    """`usual_shardings` for the arguments of a training step; `trained` are the shapes of the arrays that it trains.
+
+    The arguments up to the last with an array of such a shape are parameters and state; the later ones are the batch.
+
+    >>> w, x = jax.ShapeDtypeStruct((4, 8), "float32"), jax.ShapeDtypeStruct((16, 4), "float32")
+    >>> usual_shardings_of_step(as_mesh("fsdp=4"), ((w, w), x), {w.shape}, ("args[0]", "args[1]"))
+    ((P(None, 'fsdp'), P(None, 'fsdp')), P(('fsdp',),))
+    """
+    states = [any(leaf.shape in trained for leaf in jax.tree.leaves(argument)) for argument in arguments]
+    first = max((place + 1 for place, is_state in enumerate(states) if is_state), default=0)
+    params, batch = arguments[:first], arguments[first:]
+    of_params, *of_batch = usual_shardings(mesh, params, batch)
+    parted = [any(jax.tree.leaves(specs, is_leaf=_is_given)) for specs in of_batch]
+    for name, argument, is_parted in zip(names[first:], batch, parted, strict=True):
+        if not is_parted and any(leaf.ndim > 1 for leaf in jax.tree.leaves(argument)):
+            raise ArgumentError(
+                f"mesh={shown(mesh)}: it is unknown how {name} is partitioned, which has not as many rows as "
+                f"{names[first + parted.index(True)]}; give the shardings, as in Workload.from_step(step, *args, mesh=…, "
+                "shardings=(PartitionSpec('fsdp'), …))"
+            )
+    return *of_params, *of_batch
 
 
 def specs_for(mesh: AbstractMesh, shardings: tuple[Any, ...], original: AbstractMesh) -> tuple[Any, ...]:

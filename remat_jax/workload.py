@@ -13,7 +13,7 @@ from flax import nnx
 
 from remat_jax.apply import nnx as nnx_blocks
 from remat_jax.apply.blocks import AS_WRITTEN, OwnCheckpoints, under_policies
-from remat_jax.apply.find_blocks import FoundBlocks, find_blocks, find_blocks_of_step
+from remat_jax.apply.find_blocks import FoundBlocks, find_blocks, find_blocks_of_step, trained_shapes
 from remat_jax.apply.finished_step import donated, of_arrays
 from remat_jax.apply.inner_loss import InnerLoss, LossInside
 from remat_jax.apply.pytrees import ModelArrays
@@ -22,14 +22,15 @@ from remat_jax.core.marks import Block
 from remat_jax.errors import ArgumentError, UnsupportedArgumentError
 from remat_jax.mesh import (
     argument_names,
-    argument_shardings,
     as_mesh,
     on_mesh,
     pinned,
+    shardings_of_loss,
     specs_for,
     state_shardings,
     under,
     usual_shardings,
+    usual_shardings_of_step,
 )
 from remat_jax.policy import as_block_policy, is_off
 from remat_jax.step import TrainingStep
@@ -61,7 +62,8 @@ class Workload:
         `"data=8,fsdp=8"`; the devices need not exist here. The loss is traced under this mesh.
       shardings: the tuple `(for params, for batch[0], …)`. An entry is a `PartitionSpec`, a pytree prefix of specs, or a
         function of an array's path and leaf that returns a spec; None and missing entries mean replicated. An optimizer's state
-        has its parameters' shardings. By default, mesh and shardings are read from arrays that have a `NamedSharding`.
+        has its parameters' shardings. By default, mesh and shardings are read from arrays that have a `NamedSharding`. A mesh
+        without any shardings partitions the arrays as `on_mesh` does.
       name: the workload's name in reports.
       own_checkpoints: `"replace"`: policies replace the model's own checkpoints around the blocks, as in `checkpoint_blocks`;
         `"keep"` keeps them, with a `RematWarning`. With either value, the policy `"off"` leaves the model as written.
@@ -118,7 +120,8 @@ class Workload:
         self.optimizer = optimizer
         self._model = ModelArrays(params)
         self.params = structs(self._model.arrays, "params")
-        self.mesh, self.shardings = on_mesh(mesh, shardings, (self._model.arrays, *batch), argument_names(batch))
+        arrays, usual = (self._model.arrays, *batch), lambda mesh: usual_shardings(mesh, self.params, self.batch)
+        self.mesh, self.shardings = on_mesh(mesh, shardings, arrays, argument_names(batch), usual)
         self.loss, self.own_loss, self._states = under(self.mesh, self._model.loss(loss)), loss, 0
         self._blocks, self._search = None if blocks is None else checked_blocks(blocks), functools.cache(self._searched)
         self.trainable = trainable if trainable is not None else self._model.trainable
@@ -150,8 +153,9 @@ class Workload:
         Args:
           args: pytrees of arrays or shapes, NNX objects, callable models; values that the step's `jit` declares static.
           donate_argnums: the positions of donated arguments; by default those that the step's own `jit` donates.
-          mesh, shardings: as for `Workload`, with an entry of `shardings` for each of `args`. The step itself decides the
-            shardings of its results: by its `out_shardings` or constraints, or it leaves them to the compiler.
+          mesh, shardings: as for `Workload`, with an entry of `shardings` for each of `args`. Without shardings, the batch is
+            what follows the last argument with arrays of the parameters' shapes. The step itself decides the shardings of its
+            results: by its `out_shardings` or constraints, or it leaves them to the compiler.
 
         >>> import flax.linen as nn, jax, jax.numpy as jnp
         >>> model, x = nn.Sequential([nn.Dense(8), nn.Dense(8)]), jnp.ones((4, 8))
@@ -178,7 +182,12 @@ class Workload:
         if shardings is not None and len(shardings) == len(args):
             shardings = tuple(shardings[place] for place in finished.places)
         names = tuple(f"args[{place}]" for place in finished.places)
-        self.mesh, self.shardings = on_mesh(mesh, shardings, finished.arrays, names)
+
+        def usual(mesh: Any) -> Any:
+            trained = trained_shapes(under(mesh, finished.function), finished.shapes)
+            return usual_shardings_of_step(mesh, finished.shapes, trained, names)
+
+        self.mesh, self.shardings = on_mesh(mesh, shardings, finished.arrays, names, usual)
         self.loss = under(self.mesh, finished.function)
         reused = tuple(finished.places.index(place) for place in places if place in finished.places)
         self.donate = bool(reused)
@@ -199,12 +208,10 @@ class Workload:
             raise ArgumentError(f"model={model!r}: expected an NNX module")
         of_params, params, rest = nnx_blocks.loss_of_state(model, loss)
         check_batch(batch)
-        if options.get("mesh") is not None and options.get("shardings") is not None:
+        if (mesh := options.get("mesh")) is not None:
             # Check here, so that an error numbers the batch's arguments as the caller does. Other state is replicated.
-            described = structs(params, "params"), *structs(batch, "batch")
-            of_state, *of_batch = argument_shardings(
-                as_mesh(options["mesh"]), options["shardings"], described, argument_names(batch)
-            )
+            described = structs(params, "params"), structs(batch, "batch")
+            of_state, *of_batch = shardings_of_loss(as_mesh(mesh), options.get("shardings"), *described)
             options["shardings"] = (of_state, None, *of_batch)
         workload = cls(of_params, params, (rest, *batch), blocks, **options)
         workload._states = 1
@@ -237,13 +244,7 @@ class Workload:
             shardings = specs_for(new_mesh, self.shardings, self.mesh)
         else:
             # For an NNX model the batch starts with the model's other state, which the caller's shardings leave out.
-            arguments = self.params, self.batch[self._states :]
-            if shardings is None:
-                of_params, *of_batch = usual_shardings(new_mesh, *arguments)
-            else:
-                of_params, *of_batch = argument_shardings(
-                    new_mesh, shardings, (arguments[0], *arguments[1]), argument_names(arguments[1])
-                )
+            of_params, *of_batch = shardings_of_loss(new_mesh, shardings, self.params, self.batch[self._states :])
             shardings = (of_params, *[None] * self._states, *of_batch)
         options = {name: getattr(self, name) for name in ("optimizer", "trainable", "has_aux", "donate", "name")}
         options |= {"mesh": new_mesh, "shardings": shardings, "own_checkpoints": self.own.choice}
@@ -259,8 +260,7 @@ class Workload:
     def find_blocks(self) -> FoundBlocks:
         """The repeated parts of the loss whose checkpoints save the most memory, also if `blocks` were given.
 
-        Raises:
-          BlockError: nothing in the loss is repeated, or two choices are equally good.
+        Raises BlockError if nothing in the loss is repeated, or two choices are equally good.
         """
         return self._search()
 

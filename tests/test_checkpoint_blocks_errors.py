@@ -49,6 +49,8 @@ def test_a_block_that_is_not_there_names_those_that_are() -> None:
         BlockError, match=r"block='layers_\*': the glob matches no path of a called module.*Did you mean 'layer_\d'"
     ):
         rj.checkpoint_blocks(loss, {"layers_*": "full"})(params, x)
+    with pytest.raises(BlockError, match="For a function, mark it .* and give it itself, not its name"):
+        rj.checkpoint_blocks(lambda x: rj.block(jnp.sin)(x), {"sin": "full"})(x)
     with pytest.raises(BlockError, match="No module of this kind was called at all"):
         rj.checkpoint_blocks(lambda x: x, {Mlp: "full"})(x)
 

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import remat_jax as rj
+from examples import byte_decoder
 from remat_jax import compat
 from remat_jax.cli import output, workloads
 from remat_jax.cli.app import app
@@ -19,6 +20,7 @@ from remat_jax.errors import ArgumentError
 from remat_jax.hardware import targets as target_names
 from remat_jax.memory.compile import cache
 from remat_jax.memory.diff import compare_policies
+from remat_jax.planning import loop
 from remat_jax.policy import ALIASES, NAMED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -292,9 +294,22 @@ def test_the_example_of_the_command_line_is_a_workload():
 
 def test_demo_without_torch_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    result = run("demo", "--json")
+    result = run("demo", "--json", "--target", "none")
     assert result.exit_code == 1 and "pip install 'remat_jax[torch]'" in json.loads(result.stdout)["error"]
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+def test_demo_begins_with_a_plan_and_needs_no_torch_for_it(monkeypatch, folder, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    job = workloads.load_workload(f"{folder}/train.py:job")
+    monkeypatch.setattr(byte_decoder, "job", lambda: job)
+    monkeypatch.setattr(loop, "MOST_COMPILED", 1)
+    result = run("demo", "--output", str(tmp_path / "new"))
+    assert result.exit_code == 0, result.stderr
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["plan.html", "plan.json", "plan.svg"]
+    text = " ".join(result.stdout.split())
+    assert "off: no checkpoints" in text and "the plan for 40GiB" in text and "pip install 'remat_jax[torch]'" in text
 
 
 def test_json_has_no_numbers_that_json_does_not_know():

@@ -82,6 +82,12 @@ def test_dots_says_that_it_means_convolutions() -> None:
     assert len(caught) == 1
 
 
+def test_a_plan_says_in_a_few_words_which_policies_do_nothing() -> None:
+    plan = rj.plan(setting()[0], "1GiB", "cpu")
+    remarks = {point.name: point.remark for point in plan.named}
+    assert remarks["dots_with_no_batch_dims"] == "no effect on these blocks" and remarks["full"] == ""
+
+
 @pytest.mark.parametrize("policy", ["dots_with_no_batch_dims", "offload_dot_with_no_batch_dims"])
 def test_products_without_batch_dimensions_are_no_convolutions(policy: str) -> None:
     _, loss, params, x = setting()

@@ -55,7 +55,7 @@ def run(*arguments):
 def test_nothing_found_exits_0_and_says_so(file):
     done = run(f"{file}:job", "--policy", "dots", *TRACED)
     assert done.exit_code == 0, done.output
-    assert "two blocks under dots (traced, not compiled): no traps; 1 different checkpointed region." in done.stdout
+    assert "two blocks under dots (traced, not compiled): no traps; one checkpointed region." in done.stdout
 
 
 def test_a_trap_exits_1_and_is_told_with_its_remedy(file):

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import remat_jax as rj
 from remat_jax import compat, doctor
+from remat_jax.report import format_bytes
 from tests.small_models import times
 from tests.test_doctor import POLICIES, ROWS, WIDTH, Layers, job, traps
 
@@ -96,10 +97,11 @@ def test_copies_of_parameters_that_a_policy_keeps(scan):
     workload = job(Layers(Half, scan), Half)
     diagnosis = doctor(workload, "everything")
     assert traps(diagnosis) == ["parameter_kept"]
-    assert f"{WIDTH * WIDTH * 2} bytes" in diagnosis.findings[0].problem
+    assert format_bytes(WIDTH * WIDTH * 2) in diagnosis.findings[0].problem
     cured = "recompute: @primitive:convert_element_type; save: *"
     assert cured.split(";")[0] in diagnosis.findings[0].remedy
     assert doctor(workload, cured).ok
+    assert doctor(workload, "save: */Dense_0:convert_element_type#0; save: @dots").ok, "a plan saves it on purpose"
     kernels = [
         sum(row.bytes for row in rj.residuals(workload, policy) if row.shape[-2:] == (WIDTH, WIDTH) and row.action == "save")
         for policy in ("everything", cured)

@@ -64,6 +64,12 @@ class Mixer(nn.Module):
         return x + nn.Dense(8)(jnp.sin(nn.Dense(64)(x)))
 
 
+class Derived(Mixer):
+    @nn.compact
+    def __call__(self, x):
+        return super().__call__(jnp.sin(x))
+
+
 class Stage(nn.Module):
     width: int
 
@@ -96,6 +102,7 @@ LINEN = {
     "scanned, with a wrapper and a checkpoint": (stack(lambda: scanned), {"Layer": 3}),
     "two towers of one class": (stack(Tower, Tower), {"Layer": 8}),
     "two classes side by side": (stack(*[Mixer] * 3, *[Layer] * 3), {"Layer": 3, "Mixer": 3}),
+    "a class that calls super": (stack(*[Derived] * 3), {"Derived": 3}),
     "different widths": (stack(lambda: Stage(8), lambda: Stage(16)), {"Stage": 2}),
 }
 
@@ -335,3 +342,24 @@ def _step(w):
 
 
 _step.__name__ = "step"
+
+
+@pytest.mark.parametrize("part", ["scans", "checkpoints"])
+def test_a_jitted_step_is_traced_once_under_policies_on_its_parts(part: str) -> None:
+    """Later calls reuse JAX's trace, whose scans and checkpoints are those of the policies."""
+
+    def layer(x, w):
+        return x + jnp.sin(x @ w["up"]) @ w["down"], None
+
+    def loss(ws, x):
+        body = jax.checkpoint(layer) if part == "checkpoints" else layer
+        return (jax.lax.scan(body, x, ws)[0] ** 2).sum()
+
+    step = jax.jit(lambda ws, x: jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws, x)))
+    ws, x = {"up": jnp.full((4, 8, 32), 0.1), "down": jnp.full((4, 32, 8), 0.1)}, jnp.ones((4, 8))
+    policy = f"1 × full | 1 × save: {'layer:' if part == 'scans' else '*'}sin#0 | 2 × full"
+    for _ in range(2):
+        under = rj.checkpoint_blocks(step, {part: policy})
+        for _ in range(2):
+            updated = under(ws, x)
+            assert jax.tree.all(jax.tree.map(lambda a, b: jnp.allclose(a, b, rtol=1e-5), updated, step(ws, x)))

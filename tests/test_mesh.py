@@ -38,7 +38,7 @@ def mlp(**options):
 @pytest.mark.parametrize(
     ("error", "message", "mesh", "shardings"),
     [
-        (ArgumentError, "mesh without shardings", {"data": 8}, None),
+        (ArgumentError, "does not say which arrays are partitioned over batch", {"batch": 8}, None),
         (ArgumentError, "shardings without mesh", None, (P(), P())),
         (ArgumentError, "mesh={'data': 0}: expected sizes by axis name", {"data": 0}, (P(),)),
         (ArgumentError, "mesh=8: expected a jax.sharding.Mesh or AbstractMesh", 8, (P(),)),

@@ -43,6 +43,27 @@ JOB = """
 
     def by_batch():
         return job(mesh="batch=2", shardings=(P(), P("batch")))
+
+    class Constrained(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Block()(jax.lax.with_sharding_constraint(x, P("fsdp")))
+
+    def constrained():
+        model, x = nn.Sequential([Constrained() for _ in range(4)]), jax.ShapeDtypeStruct((64, 8), jnp.float32)
+        return model, jax.eval_shape(model.init, jax.random.key(0), x), x
+
+    def constrained_job():
+        model, params, x = constrained()
+        return rj.Workload(lambda params, x: jnp.mean(model.apply(params, x) ** 2), params, (x,), Constrained)
+
+    def step(params, x):
+        model = nn.Sequential([Constrained() for _ in range(4)])
+        gradients = jax.grad(lambda params: jnp.mean(model.apply(params, x) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+    def args():
+        return constrained()[1:]
 """
 PARAMETERS, ROWS = 4 * 2 * (8 * 32 + 32 + 32 * 8 + 8), 4 * 64 * 8
 
@@ -195,6 +216,44 @@ def test_measure_takes_a_mesh_in_place_of_the_one_in_the_file(file):
         assert result.exit_code == 0, result.output
         (report,) = json.loads(result.stdout)["reports"]
         assert (report["devices"], report["argument_bytes"]) == (4, PARAMETERS // parts + ROWS // 4)
+
+
+@pytest.mark.parametrize("arguments", [("constrained_job",), ("step", "--args")], ids=["workload", "training step"])
+def test_a_model_with_bare_partition_specs_takes_a_mesh_as_it_is(arguments, file):
+    function, *more = arguments
+    command = (
+        "measure",
+        f"{file}:{function}",
+        *more,
+        *[f"{file}:args"] * len(more),
+        "--target",
+        "4xcpu",
+        "-p",
+        "full",
+        "--json",
+    )
+    result = run(*command, "--mesh", "fsdp=4")
+    assert result.exit_code == 0, result.output
+    (report,) = json.loads(result.stdout)["reports"]
+    assert report["argument_bytes"] == 2 * PARAMETERS // 4 + ROWS // 4
+    without = run(*command)
+    assert without.exit_code == 2
+    assert "a bare PartitionSpec in a sharding constraint, which needs a mesh" in json.loads(without.stdout)["error"]
+
+
+def test_a_mesh_alone_partitions_a_workload_by_the_names_of_its_axes():
+    asked, job = mlp().on_mesh("data=2,fsdp=4"), mlp(mesh="data=2,fsdp=4")
+    assert (job.mesh, job.shardings) == (asked.mesh, asked.shardings)
+
+    def step(frozen, w, key, x):
+        return jax.grad(lambda w: jnp.mean((x @ w @ frozen) ** 2))(w)
+
+    w, x, key = jax.ShapeDtypeStruct((16, 8), jnp.float32), jax.ShapeDtypeStruct((4, 16), jnp.float32), jax.random.PRNGKey(0)
+    frozen = jax.ShapeDtypeStruct((8, 32), jnp.float32)
+    job = rj.Workload.from_step(step, frozen, w, key, x, blocks="*", mesh="fsdp=4")
+    assert [sharding.spec for sharding in job.shardings] == [P(None, "fsdp"), P("fsdp", None), P(), P(("fsdp",))]
+    with pytest.raises(ArgumentError, match=r"unknown how args\[3\] is partitioned, which has not as many rows as args\[2\]"):
+        rj.Workload.from_step(lambda key, w, x, frozen: step(frozen, w, key, x), key, w, x, frozen, blocks="*", mesh="fsdp=4")
 
 
 @pytest.mark.parametrize("command", ["measure", "plan", "report", "doctor"])

@@ -183,7 +183,8 @@ def test_with_memory_enough_nothing_is_checkpointed():
     plan = rj.plan(job(), "1 GiB", "cpu")
     assert plan.is_off and plan.seconds == plan.base_seconds and plan.recompute_flops == 0
     assert [name for name, _ in plan.tried] == ["off"] and plan.next_gib_seconds is None
-    assert "Nothing is checkpointed" in plan.explain()
+    assert "Nothing is checkpointed" in plan.explain() and "The whole step fits without checkpoints." in plan.explain()
+    assert str(plan).count("│ off ") == 1 and "every layer" in str(plan) and "best named" not in str(plan)
     fn = lambda params: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params))  # noqa: E731
     assert float(plan.apply(fn, strict=False)(_ones())) == 2 * LAYERS * 4 * WIDTH * WIDTH
 

@@ -15,7 +15,7 @@ from remat_jax.planning.choose_fastest import AS_FAST, TIME_ERROR, choose_fastes
 from remat_jax.planning.fit_memory import Fit, fitted, predicted
 from remat_jax.planning.generators import memory_limit, more, without_host
 from remat_jax.planning.loop import MOST_COMPILED, MOST_UNTIL_ONE_FITS, most_promising
-from remat_jax.planning.outcome import gain_of_more_memory
+from remat_jax.planning.outcome import base_seconds, gain_of_more_memory
 from remat_jax.planning.plan_data import next_bytes
 from remat_jax.planning.times import Times
 from remat_jax.solver import HostLink
@@ -203,8 +203,8 @@ def test_what_was_not_compiled_is_estimated_at_the_pace_of_its_family():
     off, everything, dots, full = named()
     for step, seconds in ((full, 2 * (10 + full.seconds)), (off, 20.0)):
         fit.tried.append(Tried(step, Compiled(1, 0, sizes=SimpleNamespace(seconds=seconds)), 1))
-    times, mix = Times(fit, 10.0, 1.0), made((NAMED["dots"],) * 5 + (NAMED["full"],))
-    assert times.base == 20.0 and times.of(full) == (2 * (10 + full.seconds), True)
+    times, mix = Times(fit, 10.0), made((NAMED["dots"],) * 5 + (NAMED["full"],))
+    assert times.of(full) == (2 * (10 + full.seconds), True)
     assert times.of(dots) == (pytest.approx(2 * (10 + dots.seconds)), False)
     assert times.pace_of(mix) == times.pace == 2.0
     fit.tried.append(Tried(mix, Compiled(1, 0, sizes=SimpleNamespace(seconds=3 * (10 + mix.seconds))), 1))
@@ -218,6 +218,16 @@ def test_what_was_not_compiled_is_estimated_at_the_pace_of_its_family():
     assert times.compiled and not fit.fits(fit.tried.pop())
     fit.tried.append(Tried(everything, Compiled(1, 0, sizes=SimpleNamespace(seconds=None)), 1))
     assert (times.pace, times.of(full)) == (1.0, (10 + full.seconds, False)), "of a kind, or none"
+
+
+def test_a_step_that_keeps_everything_takes_no_time_over_keeping_everything():
+    """Not even if it is not compiled, and the compiled steps differ in their pace."""
+    searched = Searched(STACK, 1e6, lambda step: 1.0, named(), pace=lambda step: 2.0 if step.name == "full" else 3.0)
+    off, everything, dots, full = searched.candidates
+    known = searched.learn(full, made((NAMED["dots"],) * 6), made((NAMED["dots"],) * 5 + (NAMED["full"],))).known
+    assert base_seconds(known) == min(known.seconds(off), known.seconds(everything))
+    searched.learn(off)
+    assert base_seconds(known) == known.seconds(off) == 3.0 * (STACK.base_seconds + off.seconds)
 
 
 def test_a_named_policy_may_be_faster_than_its_estimate_says():

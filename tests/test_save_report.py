@@ -210,15 +210,16 @@ def test_traps_and_what_offload_did_are_told():
     assert any("No time is estimated for offload_inputs" in note for note in notes(report))
 
 
-def test_what_is_miscompiled_is_not_called_the_fastest():
+def test_what_is_miscompiled_is_not_called_the_smallest_or_fastest():
     report = gather(JOB, ["off", "full"], "cpu", plan=plan_for(JOB, budget=2**40))
     off, full, planned = report.policies
     assert "Beside the plan, the fastest policy within the budget (1.0 TiB) is full:" in summary(report)[2]
     wrong = Receipt(offered_bytes=1, host_bytes=1, returned_bytes=0, miscompiled=True)
     report.policies[1] = replace(full, memory=replace(full.memory, receipt=wrong))
     assert "Beside the plan, the fastest policy within the budget (1.0 TiB) is off:" in summary(report)[2]
+    assert "full" not in summary(report)[0]
     report.policies[:] = [replace(off, memory=replace(off.memory, receipt=wrong)), planned]
-    assert summary(report)[2] == "No policy that is safe to run is within the budget (1.0 TiB)."
+    assert summary(report)[1] == "No policy that is safe to run is within the budget (1.0 TiB)."
     # The plan's own host budget applies to the other policies.
     away = replace(full, memory=replace(full.memory, host_bytes=2))
     report.policies[1:] = [away, planned]

@@ -1,4 +1,4 @@
-"""The whole demo: train while the steps are compiled for the GPU, time the steps afterwards, judge."""
+"""The whole comparison: train while the steps are compiled for the GPU, judge."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from .checks import grad_error, judged, reference_of
 from .compiling import Compiling, Key
 from .outcome import Evidence, Outcome, Row
 from .setting import Setting
-from .timing import Trainer, relative_times
 
 Tell = Callable[[str, int, int], None]
 """`tell(what, done, total)`: `what` is in progress, and `done` of `total` parts are complete."""
-Trained = list[tuple[Evidence, Trainer]]
 
 
 def run(setting: Setting | None = None, tell: Tell | None = None) -> Outcome:
@@ -46,54 +44,35 @@ def collect(setting: Setting, tell: Tell | None = None) -> tuple[list[Evidence],
         trained = [*_torch_rows(cases, progress), *_jax_rows(cases, progress)]
         progress.say("waiting for XLA's GPU compiler")
         reports = compiling.reports()
-        times = _times(trained, cases, progress)
-    return [_completed(one, times, reports) for one, _ in trained], _notes(compiling.unavailable, reports)
+    return [_completed(one, reports) for one in trained], _notes(compiling.unavailable, reports)
 
 
-def _torch_rows(cases: Sequence[Case], progress: _Progress) -> Trained:
-    trained: Trained = []
+def _torch_rows(cases: Sequence[Case], progress: _Progress) -> list[Evidence]:
+    trained = []
     for case in cases:
         for mode in MODES:
             progress.say(f"{case.name} in {torch_rows.FRAMEWORK}: {mode}")
-            trainer = torch_rows.TorchTrainer(case, mode)
-            trained.append((torch_rows.measure(case, mode, trainer), trainer))
+            trained.append(torch_rows.measure(case, mode, torch_rows.TorchTrainer(case, mode)))
             progress.done()
     return trained
 
 
-def _jax_rows(cases: Sequence[Case], progress: _Progress) -> Trained:
-    trained: Trained = []
+def _jax_rows(cases: Sequence[Case], progress: _Progress) -> list[Evidence]:
+    trained = []
     for case in cases:
         for form in case.setting.forms(case.name):
             for asked in form.asked:
                 progress.say(f"{case.name} in {form.framework}: {asked.mode}")
-                trainer = jax_rows.JaxTrainer(case, form, asked.policy)
-                trained.append((jax_rows.measure(case, form, asked, trainer), trainer))
+                trained.append(jax_rows.measure(case, form, asked, jax_rows.JaxTrainer(case, form, asked.policy)))
                 progress.done()
     return trained
 
 
-def _times(trained: Trained, cases: Sequence[Case], progress: _Progress) -> dict[Key, float]:
-    """The relative step time of every row; all rows of one framework and model are timed alternately."""
-    groups: dict[tuple[str, str], dict[str, Trainer]] = {}
-    for one, trainer in trained:
-        groups.setdefault((one.model, one.framework), {})[one.mode] = trainer
-    times: dict[Key, float] = {}
-    for (model, framework), trainers in groups.items():
-        progress.say(f"{model} in {framework}: step times")
-        case = next(case for case in cases if case.name == model)
-        found = relative_times(trainers, case.batches(), case.setting.rounds)
-        times |= {(model, framework, mode): ratio for mode, ratio in found.items()}
-    return times
-
-
-def _completed(one: Evidence, times: Mapping[Key, float], reports: Mapping[Key, MemoryReport]) -> Evidence:
-    key = (one.model, one.framework, one.mode)
-    report = reports.get(key)
+def _completed(one: Evidence, reports: Mapping[Key, MemoryReport]) -> Evidence:
+    report = reports.get((one.model, one.framework, one.mode))
     if report is None:
-        return replace(one, relative_time=times[key])
-    peak = {**one.peak_bytes, report.target: report.device_bytes}
-    return replace(one, relative_time=times[key], peak_bytes=peak, host_bytes=report.host_bytes)
+        return one
+    return replace(one, peak_bytes={**one.peak_bytes, report.target: report.device_bytes}, host_bytes=report.host_bytes)
 
 
 def rows_of(evidence: Sequence[Evidence]) -> tuple[Row, ...]:
@@ -109,7 +88,6 @@ def rows_of(evidence: Sequence[Evidence]) -> tuple[Row, ...]:
             residual_device_bytes=one.residual_device_bytes,
             residual_host_bytes=one.residual_host_bytes,
             peak_bytes=one.peak_bytes,
-            relative_time=one.relative_time,
         )
         for one in evidence
     )

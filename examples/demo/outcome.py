@@ -36,7 +36,6 @@ class Evidence:
     residual_device_bytes: int
     residual_host_bytes: int
     peak_bytes: Mapping[str, int | None]
-    relative_time: float | None = None
     host_bytes: int | None = None
 
     @property
@@ -54,7 +53,6 @@ class Row:
       block_executions: how many times blocks ran in one step, forward pass and recomputation together.
       residual_device_bytes, residual_host_bytes: the bytes that are kept between the passes.
       peak_bytes: the peak memory of a step, by source: `torch` tracked on fake tensors, `cpu` and `h200` compiled.
-      relative_time: the time of a step, relative to the same framework and model without checkpointing.
     """
 
     framework: str
@@ -66,7 +64,6 @@ class Row:
     residual_device_bytes: int
     residual_host_bytes: int
     peak_bytes: Mapping[str, int | None]
-    relative_time: float | None
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,12 @@ from torch_ref import MODES
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes, steps and seeds of the demo, and its rows; the defaults take two minutes on two cores.
+    """Sizes, steps and seeds of the demo, and its rows; the defaults take a minute and a half on two cores.
 
     Attributes:
       d_model, nhead, num_layers: the sizes of the decoder and the stack.
       length, batch: a batch is `batch` windows of `length` bytes.
       steps: steps of training in every mode. The losses of the first 20 at most are compared.
-      rounds: timed steps in every mode; the modes take turns.
       learning_rate: Adam's. Where a gradient is almost 0, Adam turns its rounding error into a step as large as the learning
         rate, so a high rate makes two correct trainings diverge.
       seed: of weights and data.
@@ -37,7 +36,6 @@ class Setting:
     length: int = 64
     batch: int = 16
     steps: int = 10
-    rounds: int = 5
     learning_rate: float = 1e-4
     seed: int = 1
     models: tuple[str, ...] = ("ByteDecoder",)
@@ -46,7 +44,7 @@ class Setting:
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "nhead", "num_layers", "length", "batch", "steps", "rounds"):
+        for name in ("d_model", "nhead", "num_layers", "length", "batch", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
         for argument, known in (("models", MODELS), ("frameworks", FRAMEWORKS)):
@@ -120,5 +118,5 @@ MODELS = tuple(FORMS)
 FRAMEWORKS = tuple(form.framework for form in FORMS["ByteDecoder"])
 FULL = Setting(models=MODELS, frameworks=FRAMEWORKS, steps=20)
 """Every model in every form, with longer training."""
-QUICK = {"num_layers": 2, "length": 16, "batch": 4, "steps": 6, "rounds": 3}
+QUICK = {"num_layers": 2, "length": 16, "batch": 4, "steps": 6}
 """A small model and few steps, to see that everything works."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from remat_jax.report import format_bytes, format_error, format_ratio, table
+from remat_jax.report import format_bytes, format_error, table
 from remat_jax.report.tables import byte_unit, scaled_bytes
 from torch_ref import MODES
 
@@ -24,13 +24,12 @@ COLUMNS = (
     "peak in\nPyTorch",
     "peak on\nCPU",
     "peak on\nH200",
-    "step\ntime",
 )
 LEGEND = (
     "Gradient error: the largest of any parameter, in float64, against PyTorch off. Block runs: how often a block's first "
     "operation runs in a step, all layers together. Kept: residuals, from the forward to the backward pass. Peak, of a step "
     "with Adam: PyTorch tracked on fake tensors; JAX compiled for this CPU (scanned layers only; a CPU has one memory, so "
-    "offload saves nothing there) and for an H200. Step time: relative to off, on this CPU."
+    "offload saves nothing there) and for an H200."
 )
 
 
@@ -48,10 +47,6 @@ def reading(outcome: Outcome) -> list[str]:
     sentences = [_checkpoint(rows, frameworks), _offload(rows, frameworks)]
     sentences += [_policy(rows["JAX Linen", "off"], row) for row in rows.values() if row.mode not in MODES]
     sentences.append(_agreement(outcome))
-    sentences.append(
-        "Step times are of this machine's CPU, whose only memory serves as device and host: they show the cost of recomputing "
-        "and the gain of keeping less, but not the cost of a copy between a GPU and its host."
-    )
     return [sentence for sentence in sentences if sentence]
 
 
@@ -92,7 +87,6 @@ def _figures(row: Row, unit: str) -> tuple[str, ...]:
         size(row.residual_device_bytes),
         size(row.residual_host_bytes),
         *(size(row.peak_bytes.get(kind)) for kind in ("torch", "cpu", "h200")),
-        format_ratio(row.relative_time),
     )
 
 
@@ -119,7 +113,7 @@ def _checkpoint(rows: dict[tuple[str, str], Row], frameworks: Sequence[str]) -> 
         share = on.residual_device_bytes / off.residual_device_bytes
         parts.append(
             f"{name} keeps {format_bytes(on.residual_device_bytes)} instead of {format_bytes(off.residual_device_bytes)} "
-            f"({share:.0%}) for the backward pass, and a step takes {format_ratio(on.relative_time)} the time"
+            f"({share:.0%}) for the backward pass"
         )
     runs, plain = (rows[frameworks[0], mode].block_executions for mode in ("checkpoint", "off"))
     return f"checkpoint runs blocks {runs} times in a step instead of {plain}: {'; '.join(parts)}."
@@ -147,7 +141,7 @@ def _policy(off: Row, row: Row) -> str:
     if plain is not None and peak is not None:
         sentence += f"; the step on an H200 needs {format_bytes(peak)} instead of {format_bytes(plain)}"
     again = "is not computed again" if row.block_executions == off.block_executions else "is computed again"
-    return f"{sentence}; a block's first operation {again}; a step takes {format_ratio(row.relative_time)} the time."
+    return f"{sentence}; a block's first operation {again}."
 
 
 def _agreement(outcome: Outcome) -> str:

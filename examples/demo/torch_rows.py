@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,20 +27,18 @@ class TorchTrainer:
         self.loss = case.torch_loss(self.model, mode)
         self.optimizer = torch.optim.Adam(self.model.parameters(), case.learning_rate)
 
-    def step(self, batch: Batch) -> tuple[float, float]:
-        """The loss before the update, and the seconds that the step took."""
+    def step(self, batch: Batch) -> float:
+        """The loss before the update."""
         tensors = to_tensors(batch)
-        start = time.perf_counter()
         self.optimizer.zero_grad()
         loss = self.loss(*tensors)
         loss.backward()
         self.optimizer.step()
-        value = loss.item()
-        return value, time.perf_counter() - start
+        return loss.item()
 
 
 def measure(case: Case, mode: str, trainer: TorchTrainer) -> Evidence:
-    """Train with `trainer` and measure everything except the step time, which needs a quiet machine."""
+    """Train with `trainer` and measure."""
     batches = case.batches()
     loss_of = case.torch_loss(model := case.torch_model(), mode)
     tensors = to_tensors(batches[0])
@@ -52,7 +49,7 @@ def measure(case: Case, mode: str, trainer: TorchTrainer) -> Evidence:
         framework=FRAMEWORK,
         model=case.name,
         mode=mode,
-        losses=tuple(trainer.step(batch)[0] for batch in batches),
+        losses=tuple(trainer.step(batch) for batch in batches),
         gradients64=gradients(case, mode, torch.float64),
         gradients32=gradients_of(model),
         block_executions=calls.total,

@@ -16,10 +16,10 @@ from remat_jax.errors import RematError
 from remat_jax.parity import TOLERANCES, float64_error
 from remat_jax.parity.torch_side import imports_frozen
 
-from ..demo.timing import relative_times
 from ..demo.torch_rows import one_thread
 from . import depths, jax_forms, show, torch_forms
 from .setting import QUICK, Row, Setting, cuts
+from .timing import relative_times
 
 Tell = Callable[[str, int, int], None]
 

@@ -17,7 +17,7 @@ from remat_jax.cost.count import matmuls
 from remat_jax.parity.compiling import compile_options
 
 from .. import pytorch
-from ..demo.timing import KEEP_BARRIERS
+from ..demo.jax_rows import KEEP_BARRIERS
 from ..models import deep_mlp_linen, deep_mlp_scan, weights
 from .setting import Setting
 

@@ -60,7 +60,8 @@ def run_module(
         return plain()
     record, listener = scope.record(), _listener.get()
     if listener is not None and method == CALL:
-        with listener(type(module), path):
+        # A call of `super().__call__` is a part of this call.
+        with listener(type(module), path), entered(module, method):
             return plain()
     if method == CALL:
         record.modules.setdefault(path, type(module).__name__)

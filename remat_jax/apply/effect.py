@@ -19,7 +19,8 @@ from remat_jax.apply.per_layer import kept_programs
 from remat_jax.apply.region import traced
 from remat_jax.apply.replan import with_marked_parts
 from remat_jax.apply.scope import BlockPolicies, Record
-from remat_jax.core.marks import Block
+from remat_jax.core.marks import PARTS, Block
+from remat_jax.core.walk import bodies, equations
 from remat_jax.errors import BlockError, RematError, UnsupportedError
 
 Function = Callable[..., Any]
@@ -69,13 +70,18 @@ def _by_layer(
     cannot be differentiated. Blocks outside of these functions then have no policy.
     """
     found: set[Block] = set()
-    before = _remembered(fn)
-    inside = set(before.get((policies, call_signature(args, kwargs)), ()) if before else ())
+    before, key = _remembered(fn), (policies, call_signature(args, kwargs))
+    inside = set(before.get(key, ()))
 
     def evaluated(
         marked: Function, args: tuple[Any, ...], kwargs: dict[str, Any], scope_name: str | None = None
     ) -> tuple[Any, set[Block], Any]:
         jaxpr, values, outputs_of = traced(marked, args, kwargs)
+        # The trace of a `jit` that JAX reused has the checkpoints and scans of an earlier call under these policies, which look
+        # like parts of `fn`. Module classes show a reused trace by a BlockError.
+        may_be_reused = marked is with_marks and not found and not policies.trial and key not in before
+        if may_be_reused and blocks & PARTS and _has_jitted_parts(jaxpr):
+            inside.update(_differentiated_in_reused(fn, policies, args, kwargs, before))
         within = blocks - inside if marked is with_marks else blocks
         named = contextlib.nullcontext() if scope_name is None else jax.named_scope(scope_name)
         with compat.changing_differentiated(None), named:
@@ -109,8 +115,7 @@ def _by_layer(
                 raise
             # JAX may have reused the trace of a `jit` that takes the gradient. Then nothing was differentiated here, and the
             # blocks outside of the gradient were counted as its layers.
-            inside |= traced_under(policies.anew(), fn, args, kwargs).differentiated
-            before[policies, call_signature(args, kwargs)] = frozenset(inside)
+            inside.update(_differentiated_in_reused(fn, policies, args, kwargs, before))
             outputs, reached, _ = evaluated(with_marks, args, kwargs)
     except TraceContextError as error:
         raise UnsupportedError(_CLOSED_OVER) from error
@@ -119,6 +124,26 @@ def _by_layer(
     # JAX may have reused the trace of a `jit` that takes the gradient.
     record.is_whole = blocks <= record.reached
     return outputs
+
+
+def _differentiated_in_reused(
+    fn: Function,
+    policies: BlockPolicies,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    before: dict[Hashable, frozenset[Block]],
+) -> frozenset[Block]:
+    """The blocks that `fn` differentiates inside a `jit` whose trace JAX reused; `before` remembers them."""
+    key = policies, call_signature(args, kwargs)
+    differentiated = frozenset(traced_under(policies.anew(), fn, args, kwargs).differentiated)
+    before[key] = before.get(key, frozenset()) | differentiated
+    return before[key]
+
+
+def _has_jitted_parts(jaxpr: Any) -> bool:
+    """Whether a `jit` in the closed `jaxpr` has checkpoints or scans."""
+    jitted = (body for eqn in equations(jaxpr) if compat.kind(eqn) == "jit" for body in bodies(eqn))
+    return any(compat.is_checkpoint(eqn) or eqn.primitive.name == "scan" for body in jitted for eqn in equations(body))
 
 
 def _remembered(fn: Function) -> dict[Hashable, frozenset[Block]]:

@@ -56,7 +56,7 @@ class FoundBlocks:
         """What was taken and why, in one sentence, and what else could be blocks."""
         taken = " and ".join(f"{each.name} ({each.calls} calls)" for each in self.taken)
         dropped, again = sum(each.bytes for each in self.taken), max(each.largest for each in self.taken)
-        others = [each.name for each in self.others if each.calls > 1][:4]
+        others = [each.name for each in self.others if each.calls > 1 and each.saved > self.residual_bytes / 100][:4]
         return (
             f"Blocks found: {taken}. Checkpoints around these calls drop {format_bytes(dropped)} of "
             f"{format_bytes(self.residual_bytes)} of residuals, and need {format_bytes(again)} again for one call"
@@ -139,6 +139,12 @@ def find_blocks_of_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 def _losses(seen: Calls, gradients: Sequence[Gradient]) -> list[TracedLoss]:
     different = {str(each.jaxpr): each for each in gradients}.values()
     return [TracedLoss(seen, each.jaxpr, range(len(each.frozen), len(each.jaxpr.in_avals)), each.outputs) for each in different]
+
+
+def trained_shapes(step: Callable[..., Any], arguments: tuple[Any, ...]) -> set[tuple[int, ...]]:
+    """The shapes of the arrays along which a training step takes gradients, without that of a scalar."""
+    gradients, *_ = gradients_of(step, arguments, _ANYWHERE.anew())
+    return {leaf.shape for gradient in gradients for leaf in gradient.trained if leaf.shape}
 
 
 def _chosen(losses: Sequence[TracedLoss], name: str) -> FoundBlocks:

@@ -243,9 +243,8 @@ def _never_called(block: Block, record: Record) -> str:
         )
     if isinstance(block, str):
         hint = nearest(block.strip("*"), list(record.modules))
-        functions = (
-            "" if called else " A glob selects modules; to select a function, mark it with @remat_jax.block and name it."
-        )
+        functions = " A glob selects modules. For a function, mark it with @remat_jax.block and give it itself, not its name."
+        functions = "" if called else functions
         return f"block={block!r}: the glob matches no path of a called module.{hint} {seen}{functions}"
     hint = nearest(block.__name__, set(record.modules.values()))
     if not isinstance(block, type):

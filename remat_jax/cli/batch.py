@@ -9,7 +9,7 @@ import typer
 
 from remat_jax import compat
 from remat_jax.cli.output import DEFAULT_TARGET, Json, answering, check_file, progress
-from remat_jax.cli.workloads import MeshOption, TargetOption, WorkloadArgument, load_function
+from remat_jax.cli.workloads import MeshOption, TargetOption, WorkloadArgument, load_function, with_mesh
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.devices import check_size
@@ -58,7 +58,7 @@ def batch(
         make = load_function(workload)
 
         def on_mesh(size: int) -> Workload:
-            job = make(size)
+            job = with_mesh(divided, lambda: make(size))
             return job if divided is None else job.on_mesh(divided)
 
         with progress() as show_step:

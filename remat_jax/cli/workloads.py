@@ -12,7 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
+import jax
 import typer
+from jax.sharding import AbstractMesh
 
 from remat_jax import compat
 from remat_jax.apply.find_blocks import FoundBlocks
@@ -64,8 +66,7 @@ def load_on_mesh(
     if divided is not None and target is not None:
         check_size(divided, target, f"mesh={mesh!r}")
     compat.keep_to_cpu_without_gpu()
-    job = load_workload(name, args)
-    job = job if divided is None else job.on_mesh(divided)
+    job = with_mesh(divided, lambda: load_workload(name, args, divided))
     if answer is not None and (found := _guarded(f"workload={name!r}", lambda: job.found)) is not None:
         answer.show(found.text)
     return job
@@ -103,8 +104,23 @@ def is_plan(given: str) -> bool:
 _EXPECTED = "expected path/to/file.py:function or package.module:function"
 
 
-def load_workload(name: str, args: str | None = None) -> Workload:
-    """The workload that `name` refers to, or that the function of this name returns without arguments.
+class LacksMeshError(ArgumentError):
+    """The user's code needs a mesh, and no mesh is active."""
+
+
+def with_mesh(mesh: AbstractMesh | None, load: Callable[[], Workload]) -> Workload:
+    """`load()`; if the user's code needs a mesh, as to initialise a model with bare `PartitionSpec`s, it runs under `mesh`."""
+    try:
+        return load()
+    except LacksMeshError:
+        if mesh is None:
+            raise
+        with jax.sharding.use_abstract_mesh(mesh):
+            return load()
+
+
+def load_workload(name: str, args: str | None = None, mesh: AbstractMesh | None = None) -> Workload:
+    """The workload that `name` refers to, or that the function of this name returns without arguments; on `mesh`, if given.
 
     If `name` refers to a training step, the workload of this step. `args` names its arguments; without it they are
     `example_args` of the step's module.
@@ -123,13 +139,13 @@ def load_workload(name: str, args: str | None = None) -> Workload:
             )
     if args is None:
         workload: Workload = load_named(name, "workload", (Workload,), expected)
-        return workload
+        return workload if mesh is None else workload.on_mesh(mesh)
     if isinstance(loaded, Workload) or not callable(loaded):
         raise ArgumentError(
             f"args={args!r}: {subject} is a {type(loaded).__name__}, not a training step, and takes no arguments"
         )
     given = load_named(args, "args", (tuple,), "the tuple of the step's arguments")
-    return _guarded(subject, lambda: Workload.from_step(loaded, *given, name=name.rpartition(":")[2]))
+    return _guarded(subject, lambda: Workload.from_step(loaded, *given, mesh=mesh, name=name.rpartition(":")[2]))
 
 
 def load_function(name: str) -> Callable[[int], Workload]:
@@ -266,4 +282,9 @@ def _guarded(subject: str, run: Callable[[], Any]) -> Any:
         here = Path(__file__).parent
         users = [frame for frame in frames if "importlib" not in frame.filename and Path(frame.filename).parent != here]
         at = f", at {users[0].filename}:{users[0].lineno} in {users[0].name}" if users else ""
+        if compat.lacks_mesh(error):
+            raise LacksMeshError(
+                f"{subject}: it has a bare PartitionSpec in a sharding constraint, which needs a mesh{at}. Give one, such as "
+                "--target 8xh200 --mesh fsdp=8"
+            ) from error
         raise ArgumentError(f"{subject}: running it raised {type(error).__name__}: {error}{at}") from error

@@ -240,6 +240,11 @@ def lowering_for(target: str, device_kinds: Sequence[str], platform: str = "gpu"
         yield
 
 
+def lacks_mesh(error: BaseException) -> bool:
+    """Whether `error` is JAX's error for a bare `PartitionSpec` in a sharding constraint that is traced without a mesh."""
+    return isinstance(error, RuntimeError) and "requires a non-empty mesh in context" in str(error)
+
+
 def with_lowered_device(mesh: jax.sharding.AbstractMesh) -> jax.sharding.AbstractMesh:
     """`mesh` with the device of `lowering_for`; outside `lowering_for`, `mesh` itself."""
     device = _lowered_device.get()

@@ -69,7 +69,7 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
     | `remat_scan_of_one_length` | `nn.remat_scan` with one length applies no checkpoint |
     | `traced_flag` | a checkpoint traces a Python flag (wrong index in `static_argnums`): both branches are computed |
     | `kernel_run_again` | flash attention's output is saved without its log-sum-exp: the kernel runs again anyway |
-    | `parameter_kept` | a policy saves copies of parameters, which are on the device anyway |
+    | `parameter_kept` | a policy saves copies of parameters, which are on the device anyway, without naming them |
     | `keyless_random` | recomputing `lax.rng_uniform` draws different numbers: the gradient is wrong |
     | `frees_nothing` | the step needs as much device memory as without checkpoints (GPU or TPU target) |
     | `pinned_pool` | the step needs more host memory than XLA's pool of pinned memory has |

@@ -75,7 +75,8 @@ class Diagnosis:
         remark = f"\n{replaced_text(self.replaced_checkpoints)}." if self.replaced_checkpoints else ""
         remark += "".join(f"\nbeyond the blocks: {advice}" for advice in self.advice)
         if self.ok:
-            regions = _counted(self.regions, "different checkpointed region") if self.regions else "nothing is checkpointed"
+            several = "one checkpointed region" if self.regions == 1 else f"{self.regions} different checkpointed regions"
+            regions = several if self.regions else "nothing is checkpointed"
             more = "" if self.target else "\nName a GPU as the target to look for traps that only compiling shows."
             return f"{title}; {regions}.{remark}{more}"
         rows = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from remat_jax.diagnosis.findings import Finding, some
 from remat_jax.diagnosis.watch import Kept, Observed, Region, is_view
 from remat_jax.errors import nearest
 from remat_jax.policy import Action, JaxPolicy, LayerPolicies, Policy
+from remat_jax.report.tables import format_bytes
 
 # If a region's saved parameters, such as the scales of norms, are at most this share of its saved bytes, nothing is reported.
 _NEGLIGIBLE = 0.01
@@ -236,10 +238,13 @@ def _is_same(eqn: Any, again: Any) -> bool:
 
 
 def parameter_kept(observed: Observed) -> Iterator[Finding]:
-    """Parameters, or casts of parameters, that a policy saves although the parameters are on the device anyway."""
+    """Parameters, or casts of parameters, that a policy saves although the parameters are on the device anyway.
+
+    Arrays that a policy selects one by one, as plans do, are saved on purpose.
+    """
     for region in observed.regions:
         copies = _copies_of_parameters(region)
-        arrays = [array for array in region.kept if array.name in copies]
+        arrays = [array for array in region.kept if array.name in copies and not _is_asked_for(array.name, region.policy)]
         for on_host in (False, True):
             there = [array for array in arrays if array.on_host is on_host]
             wasted = [array for array in there if on_host or copies[array.name] or region.looped]
@@ -247,12 +252,18 @@ def parameter_kept(observed: Observed) -> Iterator[Finding]:
             if nbytes <= _NEGLIGIBLE * sum(array.nbytes for array in region.kept):
                 continue
             each = " in each iteration of the loop" if region.looped else ""
+            size, where = f"{format_bytes(nbytes)}{each}", "host" if on_host else "device"
             yield region.finding(
                 "parameter_kept",
-                f"{nbytes} bytes{each} of {'host' if on_host else 'device'} memory hold copies of parameters or constants "
-                f"({some(names)}), which are on the device anyway",
+                f"{size} of {where} memory hold copies of parameters or constants ({some(names)}), which are on the device "
+                "anyway",
                 f'Recompute them at the cost of a cast: put a rule such as "recompute: {_selectors(names)}" before the others',
             )
+
+
+def _is_asked_for(name: str, policy: Any) -> bool:
+    """Whether a selector with the number of a residual, such as `*/up:convert_element_type#0`, selects this one."""
+    return isinstance(policy, Policy) and any("#" in each and fnmatchcase(name, each) for each in policy.selectors)
 
 
 def _selectors(names: list[str]) -> str:

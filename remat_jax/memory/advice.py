@@ -224,11 +224,16 @@ class _Adviser:
         # XLA uses a result's buffer for temporary arrays until the result is written. With donation the result shares the
         # argument's buffer. The old value occupies it until the result is written, so the temporary arrays need other memory.
         left = self.timeline.peak(lambda buffer: 0 if buffer.phase == RESULT and _elements(buffer.shape) in elements else 1)
-        how = f"jax.jit(step, donate_argnums={undonated!r})" + (", and donate=True" if self.workload.has_loss else "")
-        names = [self.step.labels[place] for place in undonated]
+        how = f"jax.jit(step, donate_argnums={undonated!r})"
+        how += (
+            ", and donate=True" if self.workload.has_loss else ', the same for nnx.jit, and donate="all" for equinox.filter_jit'
+        )
+        *others, last = [self.step.labels[place] for place in undonated]
+        names = " and ".join(filter(None, [", ".join(others), last]))
         why = (
-            f"the step returns arrays of the same shapes as {' and '.join(names)} without donating the old buffers, so "
-            f"{format_bytes(twice)} are in memory twice"
+            f"The step returns arrays of the same shapes as {names} without donating the old buffers, so "
+            f"{format_bytes(twice)} are in memory twice at the end of the step. Before its end, temporary arrays use part of "
+            "this memory"
         )
         yield Advice(DONATION, min(twice, self.sizes.device - left), how, why)
 

@@ -289,9 +289,10 @@ def summary(gathered: Gathered) -> list[str]:
     """Sentences that summarise the figures."""
     limit, plan = gathered.limit, gathered.plan
     named = [policy for policy in gathered.policies if policy.name != THE_PLAN]
-    sentences = [_least_and_most(named)] if named else []
-    # A miscompiled policy is never recommended, however fast.
-    fits = [policy for policy in named if gathered.fits(policy) and policy.is_sound]
+    # A miscompiled policy is never recommended, however small or fast.
+    sound = [policy for policy in named if policy.is_sound]
+    sentences = [_least_and_most(sound)] if sound else []
+    fits = [policy for policy in sound if gathered.fits(policy)]
     timed = [(policy.seconds, policy.memory.device_bytes, policy) for policy in fits if policy.seconds is not None]
     if plan is not None:
         sentences.append(f"The plan: {plan_summary(plan)}")

@@ -16,7 +16,7 @@ from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.options import Kernels
-from remat_jax.memory.compile.process import Children
+from remat_jax.memory.compile.process import Children, NotDoneError
 from remat_jax.planning.candidate import FAILED, Compiled, StepCandidate, Tried
 from remat_jax.planning.findings import PlanFinding, info
 from remat_jax.planning.loop import MOST_COMPILED, SIDE_BY_SIDE
@@ -162,6 +162,8 @@ def first_sentence(error: BaseException) -> str:
     >>> len(first_sentence(ValueError("expected " + "f32[39,1,75600,5120] " * 99)))
     300
     """
+    if isinstance(error, NotDoneError):  # it names the time that was left, not the timeout that the caller gave
+        return "the timeout was over; give a longer one"
     text = one_line(str(error).split("\n")[0].split("; ")[0])
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 2]} …"
 

@@ -19,7 +19,7 @@ _SMALL = 0.01
 
 
 def plan_table(plan: PlanData) -> Any:
-    """The layers' actions as a table, with one row per run of equal layers."""
+    """The layers' actions as a table, with one row per run of equal layers; a plan without checkpoints has one row."""
     columns = ("block and layers", "saved", "offloaded", "recomputed", "recompute time", "copies not hidden", "policy")
     rows = [
         (
@@ -31,6 +31,9 @@ def plan_table(plan: PlanData) -> Any:
         )
         for part in plan.parts
     ]
+    if plan.is_off:
+        nothing = format_bytes(0), format_bytes(0), time_text(plan, 0.0), time_text(plan, 0.0)
+        rows = [("every layer", format_bytes(sum(part.saved_bytes for part in plan.parts)), *nothing, "off")]
     host = f", host {format_bytes(plan.host_budget)}" if plan.host_budget is not None else ""
     budgets = f"{format_bytes(plan.budget)}{host}"
     changes = [Beyond(change, times=plan.changes.count(change)).text for change in dict.fromkeys(plan.changes)]
@@ -73,9 +76,12 @@ def summary(plan: PlanData) -> str:
     device, predicted = format_bytes(plan.device_bytes), format_bytes(plan.predicted_bytes)
     host = f", {format_bytes(plan.host_bytes)} in host memory" if plan.host_bytes else ""
     steps = f"{len(plan.tried)} steps were compiled" if len(plan.tried) > 1 else "one step was compiled"
+    estimated = f"Estimated {time_text(plan, plan.seconds)} per step{schedule}"
+    recomputed = f"{plan.recompute_flops / 1e12:.3g} TFLOP are recomputed"
     sentences = [
-        f"Estimated {time_text(plan, plan.seconds)} per step{schedule}, {_over_everything(plan)}; "
-        f"{plan.recompute_flops / 1e12:.3g} TFLOP are recomputed.",
+        f"{estimated}. The whole step fits without checkpoints."
+        if plan.is_off
+        else f"{estimated}, {_over_everything(plan)}; {recomputed}.",
         f"Compiled: {device} on the device (predicted: {predicted}){host}; {steps}.",
     ]
     if plan.compiler_options:
@@ -92,7 +98,7 @@ def summary(plan: PlanData) -> str:
     best = plan.best_named
     if best is None:
         sentences.append("No named policy fits.")
-    else:
+    elif not plan.is_off:
         how = ", estimated before compiling" if plan.timed and not best.timed else ""
         sentences.append(f"The best named policy that fits, {best.name}, takes {time_text(plan, best.seconds)}{how}.")
     return " ".join(sentences)
@@ -137,6 +143,8 @@ def next_gib(plan: PlanData) -> str:
     if not plan.next_gib_seconds:
         return f"{more} would not make the step faster: the next faster step needs more than that."
     share = 100 * plan.next_gib_seconds / plan.seconds if plan.seconds else 0.0
+    if share < 0.1:
+        return f"{more} would save less than 0.1 % of a step, by the estimate."
     return f"{more} would save {time_text(plan, plan.next_gib_seconds)} a step ({share:.2g} %), by the estimate."
 
 

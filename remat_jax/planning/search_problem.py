@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from remat_jax import compat
-from remat_jax.errors import PolicyError, UnsupportedError
+from remat_jax.errors import NoEffectError, PolicyError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT
@@ -20,7 +20,7 @@ from remat_jax.planning.fit_memory import Fit
 from remat_jax.planning.generators.as_written import as_written
 from remat_jax.planning.known import Known
 from remat_jax.planning.plan_data import Point
-from remat_jax.planning.problem import Described, describe, describe_outside, keeping_seconds
+from remat_jax.planning.problem import Described, describe, describe_outside
 from remat_jax.planning.solved import Solved
 from remat_jax.planning.times import Times
 from remat_jax.planning.translate import named_candidate, own_candidate, recut
@@ -114,6 +114,8 @@ def _named(workload: Workload, described: Described, no_offload: str) -> tuple[l
             continue
         try:
             candidates.append(named_candidate(described, name))
+        except NoEffectError:
+            remarks[name] = "no effect on these blocks"
         except (PolicyError, UnsupportedError) as error:
             remarks[name] = first_sentence(error)
     return candidates, tuple(Point(name, None, 0, None, False, remark=remark) for name, remark in remarks.items())
@@ -137,7 +139,7 @@ def _known(
         written = as_written(workload, everything, full)
     return Known(
         fit,
-        Times(fit, described.base_seconds, keeping_seconds(described)),
+        Times(fit, described.base_seconds),
         Solved(fit, named, functools.partial(own_candidate, described), 1 if nested else _MOST_RUNS),
         tuple(named),
         (lambda candidate, cuts: candidate) if nested else functools.partial(recut, described),

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from remat_jax.planning.candidate import StepCandidate, Tried
 from remat_jax.planning.fit_memory import Fit
-from remat_jax.planning.problem import KEEP_ALL
 
 
 @dataclass(frozen=True)
@@ -15,12 +14,11 @@ class Times:
     """The time of a whole step: its compiled time (`Compiled.seconds`), or the traced estimate times a pace.
 
     If any compiled step has no compiled time, as on a CPU, every time is the traced estimate. The traced estimate is
-    `traced_base` plus the time to keep, recompute and copy residuals. `keeping_everything` is the time to keep all residuals.
+    `traced_base` plus the time to keep, recompute and copy residuals.
     """
 
     fit: Fit
     traced_base: float
-    keeping_everything: float = 0.0
 
     @property
     def compiled(self) -> bool:
@@ -65,10 +63,3 @@ class Times:
         if tried is not None and self.compiled and tried.compiled.seconds:
             return tried.compiled.seconds, True
         return self.pace_of(candidate) * self.traced(candidate), False
-
-    @property
-    def base(self) -> float:
-        """The seconds of a step that keeps everything."""
-        everything = [step.compiled.seconds for step in self.fit.tried if step.candidate.name in KEEP_ALL]
-        times = list(filter(None, everything)) if self.compiled else []
-        return min(times, default=self.pace * (self.traced_base + self.keeping_everything))

@@ -91,8 +91,8 @@ def fitting_without_triton(
             second, step, _ = plan_for(smaller, left(), tried)
             if bytes_without_triton(second, step, smaller) <= budget:
                 text = (
-                    f"Planned for {format_bytes(smaller)} instead of {format_bytes(budget)}, which the first "
-                    "plan may exceed on the GPU, because XLA chooses the kernel of each matmul there"
+                    f"Planned for {format_bytes(smaller)} instead of {format_bytes(budget)}: on the GPU XLA may use cuBLAS for "
+                    f"matmuls, with which a plan for the whole budget needs {format_bytes(needed)}"
                 )
                 failed = [finding for finding in first.findings if finding.kind == "left_out"]  # not compiled again
                 return with_finding(second, info("kernels", text), *failed)

@@ -286,11 +286,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_idle.forget)
 
 
+class NotDoneError(CompileError):
+    """The timeout ended a compilation."""
+
+
 def _raise_for(question: Question, answers: dict[str, Any], failed: str, status: int, expired: bool, output: str) -> None:
     missing = [key for key in question.keys if key not in answers]
     if expired and missing:
-        raise CompileError(
-            f"{question.doing}: not done after timeout={question.timeout:g} s, stopped at policy={missing[0]!r}. "
+        raise NotDoneError(
+            f"{question.doing}: not done after timeout={question.timeout:.3g} s, stopped at policy={missing[0]!r}. "
             "Give a longer timeout, or scan the layers so that there is less to compile."
         )
     if failed:

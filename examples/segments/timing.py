@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from .cases import Batch
-
-# On the CPU XLA removes the barriers of `jax.checkpoint` and merges the recomputation with the forward pass: an unrolled form
-# would take no longer than the plain form, and save nothing. With the compiler pass below disabled, the step runs as written.
-KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 MOST_ROUNDS = 100
 ENOUGH_SECONDS = 1.0
 
@@ -18,10 +13,10 @@ ENOUGH_SECONDS = 1.0
 class Trainer(Protocol):
     """An object that runs a training step."""
 
-    def step(self, batch: Batch) -> tuple[float, float]: ...
+    def step(self, batch: tuple[Any, ...]) -> tuple[float, float]: ...
 
 
-def relative_times(trainers: Mapping[str, Trainer], batches: Sequence[Batch], rounds: int) -> dict[str, float]:
+def relative_times(trainers: Mapping[str, Trainer], batches: Sequence[tuple[Any, ...]], rounds: int) -> dict[str, float]:
     """The median step time of each mode, relative to that of `off`.
 
     Every round makes one step in every mode; the first round is not counted. Short steps vary more, so they get
