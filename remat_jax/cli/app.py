@@ -19,18 +19,9 @@ from remat_jax.cli.report import report
 from remat_jax.hardware import Target, target
 from remat_jax.hardware import targets as target_names
 from remat_jax.hardware.rates import Rates
-from remat_jax.policy import ALIASES, NAMED
+from remat_jax.policy import ALIASES, MEANINGS, NAMED
 from remat_jax.report import format_bytes, table
 
-_MEANINGS = {
-    "off": "no checkpointing: JAX keeps what the backward pass reads",
-    "full": "keep a block's inputs, recompute everything else",
-    "offload_inputs": "as full, with the inputs in host memory",
-    "dots": "keep the results of matrix multiplications and convolutions, recompute the rest",
-    "dots_with_no_batch_dims": "save the results of matmuls with weights, recompute attention's matmuls and the rest",
-    "offload_dot_with_no_batch_dims": "as dots_with_no_batch_dims, with the kept arrays in host memory",
-    "everything": "keep every residual of a checkpointed block, recompute nothing",
-}
 _GRAMMAR = (
     "Or write your own: action: selector[, selector]; ...  Actions: save, offload, recompute. Selectors: globs on residual "
     "names, @inputs, @dots, @dots_with_no_batch_dims, @convs, @primitive:NAME. The first rule that matches wins; a residual "
@@ -56,7 +47,7 @@ def policies(as_json: Json = False) -> None:
             {
                 "name": name,
                 "text": str(policy),
-                "meaning": _MEANINGS[name],
+                "meaning": MEANINGS[name],
                 "aliases": [alias for alias, meant in ALIASES.items() if meant == name],
             }
             for name, policy in NAMED.items()

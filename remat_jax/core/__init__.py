@@ -4,7 +4,7 @@ The modules, in reading order:
 
 - `walk`: evaluates a jaxpr with some equations replaced, and finds the jaxprs inside equations.
 - `flow`: propagates a boolean property of values through a jaxpr.
-- `products`: the floating-point operations and batch dimensions of matmuls and convolutions.
+- `matmuls`: matmuls and convolutions: their primitives, their floating-point operations, their batch dimensions.
 - `axes`: follows one axis of an array through equations, and makes equations that compute a part of it.
 - `module_paths`: module paths in the names of operators.
 - `softmax_products`: finds the matmuls of output heads and attentions.
@@ -16,6 +16,7 @@ The modules, in reading order:
 - `stack_rows`: reads a layer's row from its stack inside the checkpoint.
 - `once`: the error for a reverse-mode derivative of a derivative through an offload.
 - `rewrite`: evaluates a traced function with other policies for its `jax.checkpoint` regions.
+- `nested_offload`: finds offload in a scan inside another scan, which XLA cannot compile for GPUs.
 - `origins`: traces a residual back to the equation that computed it.
 - `marks`: placeholders for blocks until the layer of each block is known.
 - `shared`: keeps an input that several blocks read on the device.

@@ -18,3 +18,4 @@ from remat_jax.policy.rule import Candidate as Candidate
 from remat_jax.policy.rule import PolicyRule as PolicyRule
 from remat_jax.policy.rule import matches as matches
 from remat_jax.policy.text import ALIASES as ALIASES
+from remat_jax.policy.text import MEANINGS as MEANINGS

@@ -13,15 +13,23 @@ OFF = "off"
 
 # One difference from JAX: JAX's offload_dot_with_no_batch_dims ignores scaled_matmul_wrapper, which JAX's
 # dots_with_no_batch_dims_saveable saves. Here the saving and the offloading policy select the same matmuls.
-NAMED_TEXTS: dict[str, str] = {
-    OFF: OFF,
-    "full": "recompute: *",
-    "offload_inputs": "offload: @inputs",
-    "dots": "save: @dots",
-    "dots_with_no_batch_dims": "save: @dots_with_no_batch_dims",
-    "offload_dot_with_no_batch_dims": "offload: @dots_with_no_batch_dims",
-    "everything": "save: *",
+_NAMED: dict[str, tuple[str, str]] = {
+    OFF: (OFF, "no checkpointing: JAX keeps what the backward pass reads"),
+    "full": ("recompute: *", "keep a block's inputs, recompute everything else"),
+    "offload_inputs": ("offload: @inputs", "as full, with the inputs in host memory"),
+    "dots": ("save: @dots", "keep the results of matrix multiplications and convolutions, recompute the rest"),
+    "dots_with_no_batch_dims": (
+        "save: @dots_with_no_batch_dims",
+        "save the results of matmuls with weights, recompute attention's matmuls and the rest",
+    ),
+    "offload_dot_with_no_batch_dims": (
+        "offload: @dots_with_no_batch_dims",
+        "as dots_with_no_batch_dims, with the kept arrays in host memory",
+    ),
+    "everything": ("save: *", "keep every residual of a checkpointed block, recompute nothing"),
 }
+NAMED_TEXTS: dict[str, str] = {name: text for name, (text, _) in _NAMED.items()}
+MEANINGS: dict[str, str] = {name: meaning for name, (_, meaning) in _NAMED.items()}
 
 ALIASES: dict[str, str] = {
     "checkpoint": "full",
