@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -53,13 +54,15 @@ def norms() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 4))
 
 
-def test_settings_are_read_before_anything_runs_and_stand_in_the_error_when_it_fails() -> None:
+def test_settings_and_the_module_are_named_where_no_map_makes_the_models_agree() -> None:
     messages: list[str] = []
-    with pytest.raises(
-        PortingError, match=r"The settings of the two models differ:\n  norm: epsilon is 1e-05 in PyTorch and 1"
-    ):
-        compare(norms(), Norms(), X, **c.QUICK, progress=lambda message, done, total: messages.append(message))
-    assert messages == ["the settings of both models", "the PyTorch model in float64", "proposing a weight map"]
+    report = compare(norms(), Norms(), X, **c.QUICK, progress=lambda message, done, total: messages.append(message))
+    assert report.weight_map == "not proven" and "no map makes the models agree" in report.checks[0].found
+    assert re.match("NOT PASSED: the weight map is not proven; under the map that names suggest: .* tensors", report.verdict())
+    assert [(difference["path"], difference["what"]) for difference in report.differences] == [("norm", "epsilon")]
+    assert report.divergences["forward"]["flax_path"] == "norm"
+    assert messages[:3] == ["the settings of both models", "the PyTorch model in float64", "proposing a weight map"]
+    assert "proposing a weight map: trying ways to convert the weights, 1" in messages
 
 
 def test_settings_that_matter_are_named_beside_the_tensors() -> None:

@@ -90,12 +90,15 @@ class Inputs:
 
 @dataclass
 class Case:
-    """The arguments of `compare`, which documents them and their errors. The constructor checks them and runs no model."""
+    """The arguments of `compare`, which documents them and their errors. The constructor checks them and runs no model.
+
+    `auto` is whether a weight map is proposed for the tensors that `rules` do not match.
+    """
 
     torch_module: Any
     flax_module: Any
     inputs: Inputs
-    rules: Rules | None
+    rules: Rules
     variables: Any
     loss: tuple[Call, Call] | None
     torch_blocks: tuple[type, ...] | None
@@ -107,7 +110,8 @@ class Case:
     torch_call: Any
     flax_call: Any
     excite: bool
-    keep_float64: bool
+    keep_float64: bool | None
+    auto: bool = field(init=False)
 
     def __post_init__(self) -> None:
         require_torch()
@@ -121,7 +125,7 @@ class Case:
                 f"flax_module={_short(flax)}: expected a Linen or NNX module, or a function of a dtype that makes one"
             )
         self.inputs = Inputs.of(self.inputs)
-        self.rules = None if isinstance(self.rules, str) and self.rules.strip() == "auto" else as_rules(self.rules)
+        self.rules, self.auto = _rules(self.rules)
         self.loss = _losses(self.loss)
         self.torch_blocks = _torch_blocks(self.torch_blocks)
         self.modes = _modes(self.modes)
@@ -164,6 +168,12 @@ class Case:
         mutable = [name for name in variables if name != "params"]
         return nn.apply(self.flax_call, module, mutable=mutable)(variables, *args, **kwargs)
 
+    def traced_call(self, module: Any) -> Call:
+        """The user's `flax_call`; for a Linen module, a function that takes the module, its variables and the inputs."""
+        if not isinstance(module, nn.Module):
+            return self.flax_call
+        return lambda module, variables, *args, **kwargs: self.apply_linen(module, variables, args, kwargs)[0]
+
     def by_name(self, call: Call) -> Call:
         """`call` as a function of a model and the input arrays (keywords); the inputs that are not arrays are added."""
 
@@ -172,6 +182,12 @@ class Case:
             return call(model, *args, **kwargs)
 
         return run
+
+
+def arguments(case: Case, arrays: Mapping[str, Any]) -> Any:
+    """The arguments of a model's call: a tuple, or a dictionary of keywords."""
+    args, kwargs = case.inputs.arguments(arrays)
+    return kwargs or args
 
 
 def require_torch() -> None:
@@ -210,6 +226,16 @@ def _is_flax(value: Any) -> bool:
 
 def _is_function(value: Any) -> bool:
     return callable(value) and not isinstance(value, type)
+
+
+def _rules(rules: Any) -> tuple[Rules, bool]:
+    """The given rules, and whether "auto" is among them, as a line of a text or an item of a sequence."""
+    items = rules.splitlines() if isinstance(rules, str) else rules
+    if not isinstance(items, list | tuple):
+        return as_rules(rules), False
+    others = [item for item in items if not (isinstance(item, str) and item.strip() == "auto")]
+    texts = all(isinstance(item, str) for item in others)
+    return as_rules("\n".join(others) if texts else others), len(others) < len(items)
 
 
 def _losses(loss: Any) -> tuple[Call, Call] | None:

@@ -28,7 +28,7 @@ def compare(
     torch_call: Callable[..., Any] | None = None,
     flax_call: Callable[..., Any] | None = None,
     excite: bool = True,
-    keep_float64: bool = False,
+    keep_float64: bool | None = None,
     memory: bool = True,
     target: str | None = None,
     progress: Tell | None = None,

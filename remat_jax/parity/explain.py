@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
 
 from remat_jax.errors import RematError
 from remat_jax.parity.capture_flax import TracedPass, trace_step
 from remat_jax.parity.capture_torch import capture_torch
-from remat_jax.parity.case import Case, running
+from remat_jax.parity.case import Case, arguments, running
 from remat_jax.parity.flax_side import arrays_in, shapes_in
 from remat_jax.parity.localise import first_divergences
 from remat_jax.parity.masks import FAR, flax_masks, opposed, torch_masks
@@ -34,18 +33,6 @@ _DRAWS = 4
 """The number of random sets of weights that are tried if gradients are 0 with the model's own weights."""
 
 
-def _flax_call(case: Case, module: Any) -> Callable[..., Any]:
-    """The user's `flax_call`; for a Linen module, a function that takes the module, its variables and the inputs."""
-    if not isinstance(module, nn.Module):
-        return case.flax_call
-    return lambda module, variables, *args, **kwargs: case.apply_linen(module, variables, args, kwargs)[0]
-
-
-def _arguments(case: Case, arrays: Any) -> Any:
-    args, kwargs = case.inputs.arguments(arrays)
-    return kwargs or args
-
-
 # Settings.
 
 
@@ -62,9 +49,9 @@ def settings(case: Case, structure: Callable[[str], tuple[Any, Any]]) -> tuple[t
             variables, module = Variables(structure(dtype)[1]), case.flax(dtype)
             # The comparison casts the variables, so a difference in their original dtype is not reported.
             shapes = variables.rebuild(shapes_in(dtype, variables.leaves))
-            inputs = _arguments(case, arrays_in(case, dtype))
+            inputs = arguments(case, arrays_in(case, dtype))
             with running("flax_module"):
-                step = trace_step(module, shapes, inputs, call=_flax_call(case, module), backward=False)
+                step = trace_step(module, shapes, inputs, call=case.traced_call(module), backward=False)
             differing += [*step_differences(model, step), *_masks(case, model, dtype, step)]
     except RematError as error:
         texts.append(f"the modules could not be read: {error}")
@@ -140,10 +127,10 @@ def first_difference(
             torch_model,
             module,
             variables,
-            _arguments(case, case.inputs.arrays),
+            arguments(case, case.inputs.arrays),
             loss=case.loss,
             torch_call=case.torch_call,
-            flax_call=_flax_call(case, module),
+            flax_call=case.traced_call(module),
             transform=transform,
             rules=rules,
         )
@@ -161,7 +148,7 @@ def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
     If the modules cannot be found, the text gives the reason.
     """
     try:
-        model, inputs = torch.make("float64"), _arguments(case, case.inputs.arrays)
+        model, inputs = torch.make("float64"), arguments(case, case.inputs.arrays)
         with keep_float64(), torch.in_mode(model, mode), running("torch_module"):
             trace = capture_torch(model, inputs, case.loss and case.loss[0], call=case.torch_call)
     except RematError as error:

@@ -14,7 +14,15 @@ import numpy as np
 from remat_jax import porting
 from remat_jax.errors import ArgumentError, PortingError
 from remat_jax.parity.case import Arrays, Case, Run
-from remat_jax.parity.checks import Ledger, gradients_check, losses_check, precision_check, statistics_check, weight_check
+from remat_jax.parity.checks import (
+    Ledger,
+    gradients_check,
+    losses_check,
+    map_check,
+    precision_check,
+    statistics_check,
+    weight_check,
+)
 from remat_jax.parity.explain import computed_otherwise, first_difference, settings, with_random_weights
 from remat_jax.parity.flax_side import FlaxSide, structure
 from remat_jax.parity.memory import memory_of
@@ -24,9 +32,10 @@ from remat_jax.parity.rule import float64_errors
 from remat_jax.parity.tolerances import TOLERANCES
 from remat_jax.parity.torch_side import TorchSide
 from remat_jax.parity.trees import is_floating
+from remat_jax.parity.widening import widening
+from remat_jax.porting.auto.propose import Proposal, search
 from remat_jax.porting.float64 import FLOAT32_REMEDY, keep_jax_float64
 from remat_jax.porting.links import tied_pairs
-from remat_jax.warning import silenced
 
 Tell = Callable[[str, int, int], None]
 
@@ -46,12 +55,14 @@ class Comparison:
         self.say("the settings of both models")
         self.differences, settings_check = settings(case, structure_in)
         self.checks.append(settings_check)
-        with _precision("float64", case.keep_float64):
-            self.say("the PyTorch model in float64")
+        self.say("the PyTorch model in float64")
+        with _precision("float64"):
             self.torch = TorchSide(case)
-            if case.rules is None:
-                self.say("proposing a weight map")
-            rules = case.rules or self._proposed()
+            case.keep_float64, checks = widening(case, structure_in, torch_narrows=self.torch.narrows)
+            self.checks += checks
+        with _precision("float64", case.keep_float64):
+            self.proposal = self._proposed() if case.auto else None
+            rules = self.proposal.rules if self.proposal else case.rules
             _refuse_parted(self.torch, rules)
             self.flax = FlaxSide(case, self.torch, rules, structure_in)
             # Training steps need an optimizer.
@@ -93,6 +104,8 @@ class Comparison:
             modes=self.case.modes,
             dtypes=self.case.dtypes,
             optimizer=self.case.optimizer.name if self.case.optimizer else None,
+            weight_map="given" if self.proposal is None else self.proposal.state,
+            crossed=tuple(map(" and ".join, self.proposal.crossed)) if self.proposal else (),
             divergences=divergences,
             hidden=self.hidden,
             differences=self.differences,
@@ -126,18 +139,21 @@ class Comparison:
             exact.gradients.pop(name)
         return sorted(unused)
 
-    def _proposed(self) -> porting.Rules:
+    def _proposed(self) -> Proposal:
+        self.say("proposing a weight map")
         case = self.case
         try:
-            with silenced():  # no warning about unproven weights: the gradients check reports them
-                return porting.propose(
-                    self.torch.make("float64"),
-                    case.flax_module,
-                    dict(case.inputs.arrays),
-                    variables=case.variables,
-                    torch_call=case.by_name(case.torch_call),
-                    flax_call=case.by_name(case.flax_call),
-                )
+            proposal = search(
+                self.torch.make("float64"),
+                case.flax_module,
+                dict(case.inputs.arrays),
+                variables=case.variables,
+                rules=case.rules,
+                calls=(case.by_name(case.torch_call), case.by_name(case.flax_call)),
+                tell=lambda what: self._tell(f"proposing a weight map: {what}", self._done, self._total),
+            )
+            self.checks.insert(0, map_check(proposal))
+            return proposal
         except PortingError as error:
             lines = "".join(f"\n  {difference_text(each)}" for each in self.differences)
             hint = f"\nThe settings of the two models differ:{lines}" if lines else ""
@@ -287,7 +303,7 @@ def _refuse_parted(torch: TorchSide, rules: porting.Rules) -> None:
 
 
 @contextlib.contextmanager
-def _precision(dtype: str, widens: bool = False) -> Iterator[None]:
+def _precision(dtype: str, widens: bool | None = False) -> Iterator[None]:
     """Set full matmul precision, unless the user chose another precision; for float64, also enable 64-bit types.
 
     If `widens`, also prevent the Flax model's casts from float64 to float32.

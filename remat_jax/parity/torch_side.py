@@ -45,6 +45,7 @@ class TorchSide:
         ties: for a parameter with several names, each name that `named_parameters()` omits → the name that it lists.
         blocks, block_paths: the classes to checkpoint, and the paths of their modules.
         shapes: output name → shape.
+        narrows: whether the model casts from float64 to a narrower dtype.
         targets: name of a floating-point output → its target in the default loss.
     """
 
@@ -175,12 +176,13 @@ class TorchSide:
         import torch
 
         before = torch.get_rng_state()
-        with torch.no_grad(), _precisely("float64"), running("torch_module"):
+        with torch.no_grad(), keep_float64() as narrowed, running("torch_module"):
             outputs = named_outputs(self._call(model, self.inputs("float64")), "torch")
             if not torch.equal(before, torch.get_rng_state()):
                 again = named_outputs(self._call(model, self.inputs("float64")), "torch")
                 if any(not torch.equal(x, again[name]) for name, x in outputs.items()):
                     _refuse_random(model)
+        self.narrows = bool(narrowed)
         return outputs
 
     def _loss(self, result: Any, dtype: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,11 @@ def torch_parts(module: Any, taken: set[str]) -> tuple[list[TorchUnit], list[tup
                 buffers.append(name)
         units += _divided(prefix, _kind(part), tensors)
     return units, ties, buffers
+
+
+def buffer_units(names: Sequence[str], state: Mapping[str, Any]) -> list[TorchUnit]:
+    """A unit for each floating-point buffer: in Flax, a buffer may be a parameter."""
+    return [TorchUnit(name, "Buffer", (("", tuple(state[name].shape)),)) for name in names if state[name].dtype.kind == "f"]
 
 
 def _kind(part: Any) -> str:
