@@ -31,13 +31,18 @@ def found(report: ParityReport) -> str:
 
 
 def test_what_does_no_harm_is_told_and_fails_nothing() -> None:
-    theirs = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout(0.5)).eval()
-    rules = "0.weight -> params/kernel | linear\n0.bias -> params/bias"
-    report = compare(theirs, nn.Dense(2), X[..., :3], rules=rules, **c.QUICK)
+    theirs = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2), torch.nn.Dropout(0.5)).eval()
+
+    class Flax(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(2)(nn.BatchNorm(True, momentum=0.99, epsilon=1e-5)(x))
+
+    report = compare(theirs, Flax(), X[0, :, :3], **c.QUICK)
     assert report.passed, str(report)
-    expected = {"path": "", "what": "dropout rates", "torch": "[0.5]", "flax": "[]"}
+    expected = {"path": "BatchNorm_0", "what": "momentum", "torch": "0.9", "flax": "0.99"}  # no rate of dropout
     assert report.differences == (expected,) and report.to_dict()["differences"] == [expected]
-    assert found(report) == "(the whole model): dropout rates is [0.5] in PyTorch and [] in Flax"
+    assert found(report) == "BatchNorm_0: momentum is 0.9 in PyTorch and 0.99 in Flax"
     assert "Settings that differ" in str(report)
 
 

@@ -92,7 +92,7 @@ def main(names: list[str]) -> int:
             print(f"{state:6} {result.name}: {result.verdict} {result.said} ({result.seconds:.0f} s)")
             for fault in result.planted:
                 state = "FAILED" if fault.passed else "ok" if fault.named else "unnamed"
-                print(f"  {state:7} {fault.name}, {fault.expected}: {fault.said}", flush=True)
+                print(f"  {state:7} {fault.rules:5} {fault.name}, {fault.expected}: {fault.said}", flush=True)
     if not names:
         NOTE.write_text(note(results), encoding="utf-8")
     planted = [fault for result in results for fault in result.planted]

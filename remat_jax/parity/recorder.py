@@ -80,7 +80,7 @@ class Recorder:
         """The loss of a model's outputs, tapped like a module that follows the model."""
         self.loss = len(self.calls)
         self.calls.append(RecordedTrace((LOSS,), loss, None))
-        return self._tap(self.loss, "output", loss(self._tap(self.loss, "input", outputs)))
+        return self._tap(self.loss, "output", loss(self._tap(self.loss, "input", outputs, fields(outputs).items())))
 
     def _tap(self, number: int, role: str, values: Any, named: Iterable[tuple[str, Any]] = ()) -> Any:
         """`values` with taps; an array that occurs several times has only one tap and one cotangent."""

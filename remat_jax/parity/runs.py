@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import jax
@@ -23,19 +23,27 @@ from remat_jax.parity.checks import (
     statistics_check,
     weight_check,
 )
-from remat_jax.parity.explain import computed_otherwise, first_difference, settings, with_random_weights
+from remat_jax.parity.explain import (
+    computed_otherwise,
+    first_difference,
+    settings,
+    settings_check,
+    with_random_weights,
+    without_effect,
+)
 from remat_jax.parity.flax_side import FlaxSide, structure
 from remat_jax.parity.memory import memory_of
 from remat_jax.parity.report import ParityReport
-from remat_jax.parity.report_data import Check, KeptAlone, MemoryRow, difference_text
+from remat_jax.parity.report_data import Check, KeptAlone, MemoryRow
 from remat_jax.parity.rule import float64_errors
+from remat_jax.parity.semantics import Difference
 from remat_jax.parity.tolerances import TOLERANCES
 from remat_jax.parity.torch_side import TorchSide
 from remat_jax.parity.trees import is_floating
 from remat_jax.parity.widening import widening
 from remat_jax.porting.auto.propose import Proposal, search
 from remat_jax.porting.float64 import FLOAT32_REMEDY, keep_jax_float64
-from remat_jax.porting.links import tied_pairs
+from remat_jax.porting.links import links_of_tensors, tied_pairs
 
 Tell = Callable[[str, int, int], None]
 
@@ -53,8 +61,8 @@ class Comparison:
         self._tell, self._done = tell, 0
         self._total = 3 + len(case.modes) * (len(case.dtypes) + 2)
         self.say("the settings of both models")
-        self.differences, settings_check = settings(case, structure_in)
-        self.checks.append(settings_check)
+        self.settings, self.unread = settings(case, structure_in)
+        self.checks.append(settings_check(self.settings, self.unread))
         self.say("the PyTorch model in float64")
         with _precision("float64"):
             self.torch = TorchSide(case)
@@ -64,6 +72,7 @@ class Comparison:
             self.proposal = self._proposed() if case.auto else None
             rules = self.proposal.rules if self.proposal else case.rules
             _refuse_parted(self.torch, rules)
+            self.torch.excite_mapped(links_of_tensors(rules, self.torch.weights))
             self.flax = FlaxSide(case, self.torch, rules, structure_in)
             # Training steps need an optimizer.
             self.steps = case.steps if case.optimizer else 0
@@ -91,6 +100,8 @@ class Comparison:
         failed = [row for row in rows if row.kind != "update" and not row.passed]
         where = next((mode for mode in self.case.modes if any(row.fails_in(mode) for row in failed)), None)
         divergences = {} if where is None else self.explain(where)
+        if where is None:
+            self._restate([each for each in self.settings if not without_effect(each, [each.path])])
         for row in rows:
             row.flax = ", ".join(path for path, names in self.flax.sources.items() if row.name in names)
         return ParityReport(
@@ -108,7 +119,7 @@ class Comparison:
             crossed=tuple(map(" and ".join, self.proposal.crossed)) if self.proposal else (),
             divergences=divergences,
             hidden=self.hidden,
-            differences=self.differences,
+            differences=tuple({**asdict(each), "torch": str(each.torch), "flax": str(each.flax)} for each in self.settings),
         )
 
     def explain(self, mode: str) -> dict[str, Any]:
@@ -116,15 +127,24 @@ class Comparison:
         self.say("the first module that differs")
         with _precision("float64", self.case.keep_float64):
             model, variables = self.torch.make("float64"), self.flax.tree(self.before)
-            divergences, self.hidden, checks = first_difference(
-                self.case, model, variables, self.flax.rules, self.flax.applied(mode)
-            )
-        self.checks += checks
+            explanation = first_difference(self.case, model, variables, self.flax.rules, self.flax.applied(mode))
+        self.checks += explanation.checks
+        divergences, found = explanation.divergences, explanation.found
+        if found:
+            self.hidden = found.hidden
+            settings = [each for each in self.settings if not without_effect(each, found.agreeing)]
+            self._restate([*settings, *found.differences])
         # `mode` is the first mode in which a tensor differs.
         only = f"only in {mode}" if mode != self.case.modes[0] else ""
         for divergence in filter(None, divergences.values()):
             divergence["note"] = "; ".join(filter(None, (only, divergence["note"])))
         return divergences
+
+    def _restate(self, settings: list[Difference]) -> None:
+        """Replace the settings that differ, and the check that lists them."""
+        before = settings_check(self.settings, self.unread)
+        self.settings = settings
+        self.checks[self.checks.index(before)] = settings_check(settings, self.unread)
 
     def _set_aside(self, exact: Run) -> list[str]:
         """Exclude the weights on which neither framework's results depend, and return their names in PyTorch.
@@ -155,7 +175,7 @@ class Comparison:
             self.checks.insert(0, map_check(proposal))
             return proposal
         except PortingError as error:
-            lines = "".join(f"\n  {difference_text(each)}" for each in self.differences)
+            lines = "".join(f"\n  {each}" for each in self.settings)
             hint = f"\nThe settings of the two models differ:{lines}" if lines else ""
             raise PortingError(f"{error}{hint}") from error
 

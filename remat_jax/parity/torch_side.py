@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,8 @@ class TorchSide:
         model = self._copy("float64")
         self.ties = names_of_shared(model)
         if case.excite:
-            _excite(model)
+            statistics = ((n, b) for n, b in model.named_buffers() if n.endswith(("running_mean", "running_var")))
+            _excite((*model.named_parameters(), *statistics))
         self.weights = _copies(model)
         self.trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         wrapped = [name for name in self.trained if name not in self.weights]
@@ -70,6 +71,12 @@ class TorchSide:
         outputs = self._outputs(model)
         self.shapes = {name: tuple(x.shape) for name, x in outputs.items()}
         self.targets = default_targets({name: self.shapes[name] for name, x in outputs.items() if x.is_floating_point()})
+
+    def excite_mapped(self, names: Iterable[str]) -> None:
+        """Excite buffers that a rule maps to Flax variables, as weights are: a buffer of 0 would hide that Flax drops it."""
+        parameters = {*self.trained, *self.ties}
+        if self.case.excite:
+            _excite((n, self.weights[n]) for n in names if n not in parameters and "running_" not in n)
 
     def make(self, dtype: str) -> Any:
         """A copy of the model in a dtype, with `weights`."""
@@ -232,14 +239,13 @@ def _gradient(tensor: Any) -> np.ndarray:
     return as_numpy(tensor) * 0 if tensor.grad is None else as_numpy(tensor.grad)
 
 
-def _excite(model: Any) -> None:
-    """Add noise to constant parameters and statistics: biases of 0 and scales of 1 would hide a wrong map."""
+def _excite(tensors: Iterable[tuple[str, Any]]) -> None:
+    """Add noise to constant tensors: biases of 0 and scales of 1 would hide a wrong map."""
     import torch
 
     random = torch.Generator().manual_seed(5)
-    statistics = ((n, b) for n, b in model.named_buffers() if n.endswith(("running_mean", "running_var")))
     with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *statistics):
+        for name, tensor in tensors:
             if not tensor.numel() or not tensor.is_floating_point() or (tensor != tensor.flatten()[0]).any():
                 continue
             level = tensor.flatten()[0].abs().item() or 1.0

@@ -34,6 +34,8 @@ def fitting(pair: ModelPair, rules: Rules) -> Fit:
 
     Raises PortingError if modules of equal names have different shapes.
     """
+    mapped = {name for name in links_of_tensors(rules, pair.initial) if pair.initial[name].dtype.kind == "f"}
+    pair.write(pair.written | mapped)
     fits = _exactly(pair, rules)
     frozen = tuple(name for name, parameter in pair.torch.named_parameters() if not parameter.requires_grad)
     if fits is None and frozen:  # a frozen parameter may be a table from a constructor, which Flax computes at each use
