@@ -41,7 +41,7 @@ def torch_class(): return case(torch_module=torch.nn.Linear)
 def flax_class(): return case(flax_module=nn.Dense)
 def exchanged(): return case(torch_module=nn.Dense(2), flax_module=torch.nn.Linear(3, 2))
 def torch_twice(): return case(flax_module=torch.nn.Linear(3, 2))
-def narrow(): return case(flax_module=nn.Dense(2, dtype=jnp.float32))
+def narrow(): return case(flax_module=nn.Dense(2, dtype=jnp.float32), keep_float64=False)
 def asking(module): return case()
 """
 MASK = "missing 1 required positional argument: 'mask'; add it to inputs, or pass it in {}_call"
@@ -52,9 +52,9 @@ MISTAKES = {
     "lacking_without_rules": MASK.format("flax"),
     "lacking_torch": MASK.format("torch"),
     "torch_class": "Linear'>: expected a torch.nn.Module, or a function that builds one",
-    "flax_class": "Dense'>: expected a Linen or NNX module, or a function of a dtype that makes one",
+    "flax_class": "Dense'>: expected a module of Linen, NNX, Equinox or Haiku, or a function of a dtype",
     "exchanged": "expected a torch.nn.Module, or a function that builds one",
-    "torch_twice": "expected a Linen or NNX module, or a function of a dtype that makes one",
+    "torch_twice": "expected a module of Linen, NNX, Equinox or Haiku, or a function of a dtype",
     "narrow": "give keep_float64=True, which runs it in float64; to compare without float64, give dtypes=('float32',)",
     "asking": "needs the arguments module: expected a function without arguments",
     "Wrapper": "gave a Wrapper: expected a dictionary of the arguments of remat_jax.parity.compare",

@@ -97,7 +97,9 @@ def test_exchanged_names_are_said_first(flax: nn.Module, crossed: str, module: s
     assert report.crossed == (crossed,) and not report.passed and report.proves
     assert report.verdict().startswith(f"NOT PASSED: the models agree only if equal names are exchanged ({crossed}); under")
     first = report.checks[0]
-    assert first.name == "weight map" and re.search("probably a fault of the port: under the map of equal names, output .* dif", first.found)
+    assert first.name == "weight map" and re.search(
+        "probably a fault of the port: under the map of equal names, output .* dif", first.found
+    )
     # The tensors and the module are those under the map of equal names.
     assert "{name}.weight -> params/layers_{i}/{name}/kernel | linear" in report.rules
     assert {row.name for row in report.failed_rows} > {"output"}

@@ -20,6 +20,7 @@ from remat_jax.parity.trees import is_floating
 from remat_jax.policy import Policy, as_policy
 from remat_jax.porting import Rules, as_rules
 from remat_jax.porting.auto.pair import call_hint, wrapper_text
+from remat_jax.porting.foreign import as_flax, on_the_model
 from remat_jax.porting.tensors import as_numpy, is_torch
 
 Arrays = dict[str, np.ndarray]
@@ -115,6 +116,7 @@ class Case:
 
     def __post_init__(self) -> None:
         require_torch()
+        self.flax_module = as_flax(self.flax_module)
         module, flax = self.torch_module, self.flax_module
         if not _is_module(module) and (_is_flax(module) or not _is_function(module)):
             raise ArgumentError(f"torch_module={_short(module)}: expected a torch.nn.Module, or a function that builds one")
@@ -122,7 +124,7 @@ class Case:
             raise ArgumentError(wrapped)
         if not _is_flax(flax) and (_is_module(flax) or not _is_function(flax)):
             raise ArgumentError(
-                f"flax_module={_short(flax)}: expected a Linen or NNX module, or a function of a dtype that makes one"
+                f"flax_module={_short(flax)}: expected a module of Linen, NNX, Equinox or Haiku, or a function of a dtype that makes one"
             )
         self.inputs = Inputs.of(self.inputs)
         self.rules, self.auto = _rules(self.rules)
@@ -133,7 +135,7 @@ class Case:
         self.steps = _steps(self.steps)
         self.dtypes = _dtypes(self.dtypes)
         self.torch_call = self.torch_call or operator.call
-        self.flax_call = self.flax_call or operator.call
+        self.flax_call = on_the_model(self.flax_call or operator.call)
 
     @property
     def builds(self) -> bool:
@@ -155,10 +157,10 @@ class Case:
         if _is_flax(self.flax_module):
             return self.flax_module
         with running(f"flax_module({dtype!r})", "made"):
-            made = self.flax_module(dtype)
+            made = as_flax(self.flax_module(dtype))
         if not _is_flax(made):
             raise ArgumentError(
-                f"flax_module({dtype!r}) gave a {type(made).__name__}: expected a Linen or NNX module; "
+                f"flax_module({dtype!r}) gave a {type(made).__name__}: expected a module of Linen, NNX, Equinox or Haiku; "
                 "a function for flax_module takes a dtype's name and makes the model"
             )
         return made

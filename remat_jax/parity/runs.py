@@ -42,6 +42,7 @@ from remat_jax.parity.torch_side import TorchSide
 from remat_jax.parity.trees import is_floating
 from remat_jax.parity.widening import widening
 from remat_jax.porting.auto.propose import Proposal, search
+from remat_jax.porting.foreign import name_of
 from remat_jax.porting.float64 import FLOAT32_REMEDY, keep_jax_float64
 from remat_jax.porting.links import links_of_tensors, tied_pairs
 
@@ -59,7 +60,6 @@ class Comparison:
         self.kept_alone: list[KeptAlone] = []
         self.hidden: tuple[str, ...] = ()
         self._tell, self._done = tell, 0
-        self._total = 3 + len(case.modes) * (len(case.dtypes) + 2)
         self.say("the settings of both models")
         self.settings, self.unread = settings(case, structure_in)
         self.checks.append(settings_check(self.settings, self.unread))
@@ -72,8 +72,10 @@ class Comparison:
             self.proposal = self._proposed() if case.auto else None
             rules = self.proposal.rules if self.proposal else case.rules
             _refuse_parted(self.torch, rules)
+            self._leave_out_modes("PyTorch", self.torch.blocks)
             self.torch.excite_mapped(links_of_tensors(rules, self.torch.weights))
             self.flax = FlaxSide(case, self.torch, rules, structure_in)
+            self._leave_out_modes("Flax", self.flax.blocks)
             # Training steps need an optimizer.
             self.steps = case.steps if case.optimizer else 0
             exact = self.torch.run("float64", steps=self.steps)
@@ -82,6 +84,19 @@ class Comparison:
             self.reference = self._mapped(exact, "float64", self.before)
             elsewhere = functools.partial(with_random_weights, case, self.torch, self.flax.rules)
             self.checks.append(gradients_check(self.reference, unused, elsewhere))
+
+    @property
+    def _total(self) -> int:
+        return 3 + len(self.case.modes) * (len(self.case.dtypes) + 2)
+
+    def _leave_out_modes(self, side: str, blocks: Any) -> None:
+        """Leave out all modes but `off` if a model has no blocks, and say so; the runs of the other modes raise an error."""
+        modes = [mode for mode in self.case.modes if mode != "off"]
+        if blocks or not modes or "off" not in self.case.modes:
+            return
+        self.case.modes = ("off",)
+        text = f"{', '.join(modes)} left out: the {side} model has no repeated modules that are called; name the classes to "
+        self.checks.append(Check("modes", True, f"{text}checkpoint with torch_blocks and flax_blocks"))
 
     def say(self, what: str) -> None:
         """Report to the progress callback that a stage begins."""
@@ -110,7 +125,7 @@ class Comparison:
             memory=tuple(self.memory),
             kept_alone=tuple(self.kept_alone),
             torch=type(self.torch.make("float32") if self.case.builds else self.case.torch_module).__name__,
-            flax=type(self.case.flax("float32")).__name__,
+            flax=name_of(self.case.flax("float32")),
             rules=str(self.flax.rules),
             modes=self.case.modes,
             dtypes=self.case.dtypes,

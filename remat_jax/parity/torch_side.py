@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -64,11 +64,12 @@ class TorchSide:
                 f"torch_module: its parameter {wrapped[0]!r} has another name in state_dict(), as under checkpoint_wrapper; "
                 "give the model without the wrapper, and let the modes checkpoint it"
             )
-        self.blocks = case.torch_blocks or _repeated(model)
-        self.block_paths = [path for path, module in model.named_modules() if isinstance(module, self.blocks)]
         if not self.trained:
             raise ArgumentError("torch_module: no parameter requires a gradient, so no gradient can be compared")
-        outputs = self._outputs(model)
+        with _called(model) as called:
+            outputs = self._outputs(model)
+        self.blocks = case.torch_blocks or _repeated(model, called)
+        self.block_paths = [path for path, module in model.named_modules() if isinstance(module, self.blocks)]
         self.shapes = {name: tuple(x.shape) for name, x in outputs.items()}
         self.targets = default_targets({name: self.shapes[name] for name, x in outputs.items() if x.is_floating_point()})
 
@@ -253,21 +254,33 @@ def _excite(tensors: Iterable[tuple[str, Any]]) -> None:
             tensor.copy_((tensor + noise).abs() if name.endswith("running_var") else tensor + noise)
 
 
-def _repeated(model: Any) -> tuple[type, ...]:
-    """The classes to checkpoint by default, in the order of their modules.
+@contextlib.contextmanager
+def _called(model: Any) -> Iterator[set[str]]:
+    """The paths of the modules that are called while the context is open."""
+    paths: set[str] = set()
+    with contextlib.ExitStack() as hooks:
+        for path, module in model.named_modules():
+            hook = module.register_forward_pre_hook(lambda *_, path=path: paths.add(path))
+            hooks.callback(hook.remove)
+        yield paths
 
-    A `ModuleList` or `Sequential` of two or more modules gives their class if all have the same class. Only outermost lists
-    count. If no list gives a class, each `ModuleList` of a single module gives this module's class.
+
+def _repeated(model: Any, called: Collection[str]) -> tuple[type, ...]:
+    """The classes to checkpoint by default, in the order of their modules; `called` has the paths of the called modules.
+
+    A `ModuleList` or `Sequential` of two or more modules gives their class if all have the same class and one of them is
+    called. Only outermost lists count. If no list gives a class, each `ModuleList` of a single module gives this module's class.
     """
     import torch
 
     def outermost(kinds: Any, least: int) -> tuple[type, ...]:
         classes: dict[str, type] = {}
         for path, module in model.named_modules():
-            children = list(module.children()) if isinstance(module, kinds) else []
+            children = dict(module.named_children()) if isinstance(module, kinds) else {}
             inside = any(path.startswith(f"{other}.") for other in classes)
-            if len(children) >= least and len(set(map(type, children))) == 1 and not inside:
-                classes[path] = type(children[0])
+            is_called = any(f"{path}.{name}".lstrip(".") in called for name in children)
+            if len(children) >= least and len(set(map(type, children.values()))) == 1 and is_called and not inside:
+                classes[path] = type(next(iter(children.values())))
         return tuple(dict.fromkeys(classes.values()))
 
     return outermost((torch.nn.ModuleList, torch.nn.Sequential), 2) or outermost(torch.nn.ModuleList, 1)

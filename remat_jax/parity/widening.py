@@ -45,7 +45,9 @@ def widening(case: Case, structure: Callable[[str], tuple[Any, Any]], *, torch_n
     hard_coded = all("float64 to float32" in cast for cast in casts) and (torch_narrows or not _is_mixed(step))
     if not casts or not hard_coded:
         return Widening(False, [])
-    text = f"its float64 step casts to float32: {'; '.join(casts[:4])}; keep_float64=True is on, and runs these casts in float64"
+    text = (
+        f"its float64 step casts to float32: {'; '.join(casts[:4])}; keep_float64=True is on, and runs these casts in float64"
+    )
     return Widening(True, [Check("Flax stays in float64", True, text)])
 
 

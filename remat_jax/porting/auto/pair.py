@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,6 +19,7 @@ from flax import nnx
 from remat_jax import compat
 from remat_jax.errors import PortingError, RematError, described
 from remat_jax.porting.dataflow import down_casts, unread_inputs
+from remat_jax.porting.foreign import as_flax, on_the_model
 from remat_jax.porting.float64 import keep_float64, with_wider_retry
 from remat_jax.porting.rules import Rules
 from remat_jax.porting.tensors import as_numpy, is_torch
@@ -35,14 +38,16 @@ FLOOR = 1e-3
 
 def _as_module(flax_module: Any) -> Any:
     """The given Flax module, or the float64 module made by the given function of a dtype."""
+    flax_module = as_flax(flax_module)
     if isinstance(flax_module, (nn.Module, nnx.Module)):
         return flax_module
     if wrapped := wrapper_text(flax_module):
         raise PortingError(wrapped)
-    made = flax_module("float64") if callable(flax_module) else None
+    made = as_flax(flax_module("float64")) if callable(flax_module) else None
     if not isinstance(made, (nn.Module, nnx.Module)):
         raise PortingError(
-            f"flax_module={repr(flax_module)[:120]}: expected a Linen or NNX module, or a function of a dtype that makes one."
+            f"flax_module={repr(flax_module)[:120]}: expected a module of Linen, NNX, Equinox or Haiku, or a function of a dtype that makes"
+            " one."
         )
     return made
 
@@ -105,7 +110,7 @@ class ModelPair:
         tell: Callable[[str], None] | None = None,
     ) -> None:
         self.torch, self.tell = _torch_copy(torch_module), tell or (lambda what: None)
-        self.torch_call, self.flax_call = (call or (lambda model, *args, **kwargs: model(*args, **kwargs)) for call in calls)
+        self.torch_call, self.flax_call = (on_the_model(call or operator.call) for call in calls)
         self.args: tuple[np.ndarray, ...] = ()
         self.kwargs: Values = {}
         if isinstance(inputs, Mapping):
@@ -120,6 +125,7 @@ class ModelPair:
         self._outputs = jax.jit(self._flax_outputs, compiler_options=quickly)
         self._gradients = jax.jit(jax.grad(self._flax_loss), compiler_options=quickly)
         self.initial = {name: as_numpy(tensor) for name, tensor in self.torch.state_dict().items()}
+        self._changed: set[str] = set()
         self._generic: dict[int, Values] = {}
         self._last: tuple[Values, bool, tuple[list[np.ndarray], Values]] | None = None
         weights = {name for name, parameter in self.torch.named_parameters() if parameter.is_floating_point()}
@@ -202,8 +208,9 @@ class ModelPair:
 
         with torch.no_grad():
             # The state dict is not used, because it lists tied parameters twice.
+            self._changed |= self.written  # a tensor that is written no more gets its first value again
             for name, tensor in (*self.torch.named_parameters(), *self.torch.named_buffers()):
-                if name in self.written:
+                if name in self._changed:
                     tensor.copy_(torch.from_numpy(np.array(values[name])))
         self.torch.zero_grad(set_to_none=True)
 
@@ -296,6 +303,8 @@ def _leaves(result: Any) -> list[Any]:
         return [leaf for key in sorted(result) for leaf in _leaves(result[key])]
     if isinstance(result, (tuple, list)):
         return [leaf for part in result for leaf in _leaves(part)]
+    if dataclasses.is_dataclass(result) and not hasattr(result, "dtype"):
+        return _leaves({field.name: getattr(result, field.name) for field in dataclasses.fields(result)})
     return [] if result is None else [result]
 
 

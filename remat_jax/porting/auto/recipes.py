@@ -30,13 +30,13 @@ _CONVOLUTION = {
 }
 _MATRIX = ("linear", "identity", "heads", "heads_out")
 _INPUT_FIRST = ("identity", "linear", "e (h d) -> e h d", "(h d) e -> h d e")
-_VECTOR = ("identity", "heads_bias")
+_VECTOR = ("identity", "heads_bias", "o -> o 1", "o -> o 1 1", "o -> o 1 1 1")
 _FUSED = ("in_proj_bias", "split(0)", "in_proj", "gpt2_qkv", "split(0) | linear", "split(1)")
 _LOCAL = {
-    "weight": ("kernel", "scale", "embedding", "weight", ""),
+    "weight": ("kernel", "scale", "embedding", "weight", "w", "embeddings", ""),
     "in_proj_weight": ("kernel",),
     "in_proj_bias": ("bias",),
-    "bias": ("bias",),
+    "bias": ("bias", "b", "offset"),
     "running_mean": ("mean",),
     "running_var": ("var",),
     "": ("", "kernel", "scale", "embedding", "weight", "bias"),
@@ -72,7 +72,7 @@ def _ways(torch: TorchUnit, flax: FlaxUnit, partial: bool) -> list[Way]:
 
 def _texts(kind: str, local: str, shape: Shape) -> Sequence[str]:
     if kind in _CONVOLUTION and local == "weight":
-        return _CONVOLUTION[kind]
+        return (*_CONVOLUTION[kind], "identity")  # Equinox keeps PyTorch's layout
     if kind == "Conv1D":
         return _INPUT_FIRST if len(shape) == 2 else _VECTOR
     if kind == "Embedding":

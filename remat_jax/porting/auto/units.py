@@ -10,8 +10,9 @@ from typing import Any
 from remat_jax.porting.pattern import Place, Shape
 from remat_jax.porting.tensors import memory_of
 
-# The names that Flax modules give their arrays. An array with a different name is its own unit, like a bare parameter.
-_OF_A_MODULE = {"kernel", "bias", "scale", "embedding", "weight", "mean", "var"}
+# The names that modules of Flax, Equinox and Haiku give their arrays. An array with a different name is its own unit, like a
+# bare parameter.
+_OF_A_MODULE = {"kernel", "bias", "scale", "embedding", "weight", "mean", "var", "w", "b", "offset", "embeddings"}
 _TOGETHER = (("query", "key", "value"), ("q", "k", "v"), ("q_proj", "k_proj", "v_proj"), ("wq", "wk", "wv"))
 # The names of the layers of an LSTM in Linen and in NNX, of a GRU, and of cells whose gates are fused.
 _CELLS = (
