@@ -16,7 +16,6 @@ from parity_tests.compare import cases as c
 from parity_tests.third_party import ports as p
 from parity_tests.third_party import test_bert, test_llama
 from parity_tests.third_party.ports import Port
-from remat_jax.errors import PortingError
 from remat_jax.parity import ParityReport, compare
 from remat_jax.parity.capture_flax import trace_step
 from remat_jax.parity.masks import Signs, flax_masks, torch_masks

@@ -44,15 +44,6 @@ WITH_TYPES = {**WITH_PLACES, "token_type_ids": TOKENS % 2}
 TWO_TEXTS = {**TOKENS_ONLY, "decoder_input_ids": TOKENS[:, :5]}
 STATES = ("last_hidden_state", "pooler_output")
 
-LLAMA = """
-    model.embed_tokens.weight -> params/model/embed_tokens/embedding
-    model.layers.{i}.{block}.{part}_proj.weight -> params/model/layers/{i}/{block}/{part}_proj/kernel | linear
-    model.layers.{i}.{norm}_layernorm.weight -> params/model/layers/{i}/{norm}_layernorm/weight
-    model.norm.weight -> params/model/norm/weight
-    lm_head.weight -> params/lm_head/kernel | linear
-"""
-
-
 class Pair(NamedTuple):
     """Two classes of transformers, with the configuration and the inputs of both.
 
@@ -95,7 +86,6 @@ def hides_nothing(**inputs: Any) -> dict[str, Any]:
 
 T5 = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
 NO_CACHE = {"use_cache": False}
-FLOAT32_INSIDE = {"keep_float64": True}
 PAIRS: dict[str, Pair] = {
     "bert": Pair("BertModel", WIDTHS | TEXT, WITH_TYPES, STATES),
     "gpt2": Pair(
@@ -130,14 +120,12 @@ PAIRS: dict[str, Pair] = {
         "BloomForCausalLM",
         {"vocab_size": 60, "hidden_size": 16, "n_layer": 2, "n_head": 2},
         TOKENS_ONLY,
-        options=FLOAT32_INSIDE,
         torch_only=NO_CACHE,
     ),
     "llama": Pair(
         "LlamaForCausalLM",
         WIDTHS | TEXT | {"num_key_value_heads": 2},
         WITH_PLACES,
-        options=FLOAT32_INSIDE,
         torch_only=NO_CACHE,
     ),
     # A real fault of the library: Flax's sliding window is one token too long.
@@ -145,7 +133,6 @@ PAIRS: dict[str, Pair] = {
         "MistralForCausalLM",
         WIDTHS | TEXT | {"num_key_value_heads": 1, "sliding_window": 3, "attn_implementation": "eager"},
         WITH_PLACES,
-        options={"rules": LLAMA, **FLOAT32_INSIDE},
         torch_only=NO_CACHE,
     ),
     "bart": Pair("BartModel", TEXT | ENCODER_DECODER, TWO_TEXTS, STATES[:1], torch_only=NO_CACHE, flax_only=both_places),
@@ -165,7 +152,6 @@ PAIRS: dict[str, Pair] = {
         "T5ForConditionalGeneration",
         T5,
         TWO_TEXTS,
-        options=FLOAT32_INSIDE,
         torch_only=NO_CACHE,
         flax_only=hides_nothing,
     ),
@@ -189,19 +175,16 @@ PAIRS: dict[str, Pair] = {
     "distilbert": Pair(
         "DistilBertModel", TEXT | {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32}, TOKENS_ONLY, STATES[:1]
     ),
-    # Its rotary table is in float32.
     "gptj": Pair(
         "GPTJForCausalLM",
         {"vocab_size": 60, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4},
         WITH_PLACES,
-        options=FLOAT32_INSIDE,
         torch_only=NO_CACHE,
     ),
     "gemma": Pair(
         "GemmaForCausalLM",
         WIDTHS | TEXT | {"num_key_value_heads": 1, "head_dim": 8},
         WITH_PLACES,
-        options=FLOAT32_INSIDE,
         torch_only=NO_CACHE,
     ),
     "longt5": Pair(
@@ -209,7 +192,6 @@ PAIRS: dict[str, Pair] = {
         T5 | {"local_radius": 3, "global_block_size": 2},
         TWO_TEXTS,
         STATES[:1],
-        options=FLOAT32_INSIDE,
         torch_only=NO_CACHE,
         flax_only=hides_nothing,
     ),

@@ -7,8 +7,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from remat_jax.identity import ByIdentity
 from remat_jax.parity.capture import (
     LOSS,

@@ -158,7 +158,8 @@ def pairs_by_weights(links: Mapping[Place, Link], flax: Collection[str]) -> set[
             owners.setdefault(ours, set()).update(theirs)
             for path in theirs:
                 partners.setdefault(path, set()).add(ours)
-    return {(path, *found) for path, found in partners.items() if len(found) == 1 and all(len(owners[x]) == 1 for x in found)}
+    single = [(path, *found) for path, found in partners.items() if len(found) == 1]
+    return {(path, ours) for path, ours in single if len(owners[ours]) == 1}
 
 
 def _with_index(path: str) -> str:

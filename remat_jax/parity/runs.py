@@ -42,8 +42,8 @@ from remat_jax.parity.torch_side import TorchSide
 from remat_jax.parity.trees import is_floating
 from remat_jax.parity.widening import widening
 from remat_jax.porting.auto.propose import Proposal, search
-from remat_jax.porting.foreign import name_of
 from remat_jax.porting.float64 import FLOAT32_REMEDY, keep_jax_float64
+from remat_jax.porting.foreign import name_of
 from remat_jax.porting.links import links_of_tensors, tied_pairs
 
 Tell = Callable[[str, int, int], None]

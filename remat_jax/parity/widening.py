@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from remat_jax.errors import RematError
 from remat_jax.parity.capture_flax import TracedPass, trace_step
 from remat_jax.parity.case import Case, arguments, running
 from remat_jax.parity.flax_side import arrays_in, shapes_in
+from remat_jax.parity.recorder import RecordedTrace
 from remat_jax.parity.report_data import Check
 from remat_jax.porting.dataflow import down_casts
 from remat_jax.porting.float64 import with_wider_retry
@@ -60,7 +62,17 @@ def _traced(case: Case, structure: Callable[[str], tuple[Any, Any]]) -> TracedPa
 
 
 def _is_mixed(step: TracedPass) -> bool:
-    """Whether some modules with parameters have a narrow `dtype`, and others compute in float64."""
-    dtypes = {getattr(call.module, "dtype", None) for call in step.recorder.calls if call.parameters}
-    narrow = {dtype is not None and jnp.dtype(dtype) != _FLOAT64 for dtype in dtypes}
-    return len(narrow) > 1
+    """Whether some modules with parameters were given a narrow `dtype`, and others compute in float64."""
+    calls = step.recorder.calls
+    return len({_is_narrowed(call, calls) for call in calls if call.parameters}) > 1
+
+
+def _is_narrowed(call: RecordedTrace, calls: Sequence[RecordedTrace]) -> bool:
+    """Whether a module was given a narrow `dtype`, by a caller for whose class it is not the default."""
+    dtype = getattr(call.module, "dtype", None)
+    if dtype is None or jnp.dtype(dtype) == _FLOAT64:
+        return False
+    while call.parent is not None and getattr(calls[call.parent].module, "dtype", None) == dtype:
+        call = calls[call.parent]
+    parameter = inspect.signature(type(call.module)).parameters.get("dtype")
+    return parameter is None or parameter.default != dtype

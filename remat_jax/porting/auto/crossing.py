@@ -33,7 +33,8 @@ def _cycles(answer: MapCandidate, named: MapCandidate) -> list[list[int]]:
     at = {place: unit for unit, place in enumerate(named.places)}
     cycles, seen = [], set[int]()
     for first in range(len(answer.places)):
-        cycle, unit = list[int](), first
+        cycle: list[int] = []
+        unit: int | None = first
         while unit is not None and unit not in seen:
             seen.add(unit)
             cycle.append(unit)

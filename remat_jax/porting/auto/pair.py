@@ -19,8 +19,8 @@ from flax import nnx
 from remat_jax import compat
 from remat_jax.errors import PortingError, RematError, described
 from remat_jax.porting.dataflow import down_casts, unread_inputs
-from remat_jax.porting.foreign import as_flax, on_the_model
 from remat_jax.porting.float64 import keep_float64, with_wider_retry
+from remat_jax.porting.foreign import as_flax, on_the_model
 from remat_jax.porting.rules import Rules
 from remat_jax.porting.tensors import as_numpy, is_torch
 from remat_jax.porting.transfer import fill, take
@@ -46,8 +46,8 @@ def _as_module(flax_module: Any) -> Any:
     made = as_flax(flax_module("float64")) if callable(flax_module) else None
     if not isinstance(made, (nn.Module, nnx.Module)):
         raise PortingError(
-            f"flax_module={repr(flax_module)[:120]}: expected a module of Linen, NNX, Equinox or Haiku, or a function of a dtype that makes"
-            " one."
+            f"flax_module={repr(flax_module)[:120]}: expected a module of Linen, NNX, Equinox or Haiku, or a function of a dtype "
+            "that makes one."
         )
     return made
 

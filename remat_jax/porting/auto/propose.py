@@ -203,8 +203,8 @@ def _notes(space: Space, answer: MapCandidate, unused: Sequence[int]) -> tuple[s
     if names:
         them = "them, so their places follow from" if len(names) > 1 else "it, so its place follows from"
         notes.append(f"{', '.join(names)}: the outputs do not depend on {them} name, shape and kind alone, without proof")
-    for names, side in zip(space.left_over(answer), ("PyTorch", "Flax"), strict=True):
-        weights = [name for name in names if name not in space.buffers]
+    for left_over, side in zip(space.left_over(answer), ("PyTorch", "Flax"), strict=True):
+        weights = [name for name in left_over if name not in space.buffers]
         them = "them" if len(weights) > 1 else "it"
         notes += [f"only {side} has {', '.join(weights)}; the outputs do not depend on {them}"] if weights else []
     return tuple(notes)

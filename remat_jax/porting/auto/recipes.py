@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from remat_jax.errors import PortingError
-from remat_jax.porting.auto.units import FlaxUnit, TorchUnit, natural
+from remat_jax.porting.auto.units import RECURRENT, FlaxUnit, TorchUnit, natural
 from remat_jax.porting.pattern import Place, Shape
 from remat_jax.porting.rules import Rule
 from remat_jax.porting.transform import Transform
@@ -53,8 +53,8 @@ def table(torch: Sequence[TorchUnit], flax: Sequence[FlaxUnit], *, partial: bool
 
 def _ways(torch: TorchUnit, flax: FlaxUnit, partial: bool) -> list[Way]:
     if flax.children:
-        return _cell(torch, flax) if torch.kind in ("LSTM", "GRU") else _fused(torch, flax)
-    if torch.kind in ("LSTM", "GRU") or (len(torch.tensors) != len(flax.arrays) and not partial):
+        return _cell(torch, flax) if torch.kind in RECURRENT else _fused(torch, flax)
+    if torch.kind in RECURRENT or (len(torch.tensors) != len(flax.arrays) and not partial):
         return []
     places = {local: (place, shape) for local, place, shape in flax.arrays}
     choices = []
@@ -122,7 +122,8 @@ def _cell(torch: TorchUnit, flax: FlaxUnit) -> list[Way]:
     if len(torch.tensors) == 4 and torch.kind == "GRU":
         entries.append((biases, tuple(f"{child}/bias" for child in (*inside, "hn")), "gru_bias"))
     elif len(torch.tensors) == 4:
-        entries.append((biases, tuple(f"{child}/bias" for child in state), "lstm_bias" if half > 1 else "sum"))
+        with_bias = tuple(f"{child}/bias" for child in (*inside, *state) if f"{child}/bias" in places)
+        entries.append((biases, with_bias, "lstm_bias" if half > 1 else "sum"))
     wanted = [local for _, locals_, _ in entries for local in locals_]
     if sorted(wanted) != sorted(places):
         return []
