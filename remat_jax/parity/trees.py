@@ -37,7 +37,7 @@ def _named_arrays(value: Any, name: str, side: str) -> Iterator[tuple[str, Any]]
     if children is not None:
         for key, child in children.items():
             yield from _named_arrays(child, f"{name}.{key}" if name else str(key), side)
-    elif _is_array(value):
+    elif _is_array(value) and not (side == "flax" and is_torch(value)):
         yield name or "output", value
     elif value is not None:
         raise ArgumentError(

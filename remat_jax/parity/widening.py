@@ -7,15 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from flax import nnx
 
-from remat_jax.errors import RematError
+from remat_jax.errors import ArgumentError, RematError
 from remat_jax.parity.capture_flax import TracedPass, trace_step
 from remat_jax.parity.case import Case, arguments, running
 from remat_jax.parity.flax_side import arrays_in, shapes_in
 from remat_jax.parity.recorder import RecordedTrace
 from remat_jax.parity.report_data import Check
-from remat_jax.porting.dataflow import down_casts
-from remat_jax.porting.float64 import with_wider_retry
+from remat_jax.porting.dataflow import down_casts, draws_random_numbers, has_narrow_tables
+from remat_jax.porting.float64 import keep_jax_float64, with_wider_retry
 from remat_jax.porting.variables import Variables
 
 _FLOAT64 = jnp.dtype("float64")
@@ -34,23 +35,24 @@ def widening(case: Case, structure: Callable[[str], tuple[Any, Any]], *, torch_n
     It does not apply, so that the comparison fails, if the model casts to bfloat16 or float16, or if only some of its modules
     have a narrow `dtype`: both may be faults of the port. The latter is no fault if PyTorch casts too (`torch_narrows`).
     """
-    if case.keep_float64 is not None or "float64" not in case.dtypes:
-        return Widening(bool(case.keep_float64), [])
     try:
         step, is_needed = with_wider_retry(lambda: _traced(case, structure))
     except RematError:
-        return Widening(False, [])  # a later run raises this error with more context
+        return Widening(bool(case.keep_float64), [])  # a later run raises this error with more context
+    _refuse_dropout(case.flax("float64"), step.jaxpr)
+    if case.keep_float64 is not None or "float64" not in case.dtypes:
+        return Widening(bool(case.keep_float64), [])
     casts = down_casts(step.jaxpr)
     if is_needed:
         text = "the Flax model runs on float64 inputs only with keep_float64=True, which is on"
         return Widening(True, [Check("Flax stays in float64", True, text)])
+    with keep_jax_float64():
+        has_tables = not casts and has_narrow_tables(step.jaxpr, _traced(case, structure).jaxpr)
     hard_coded = all("float64 to float32" in cast for cast in casts) and (torch_narrows or not _is_mixed(step))
-    if not casts or not hard_coded:
+    if not (casts or has_tables) or not hard_coded:
         return Widening(False, [])
-    text = (
-        f"its float64 step casts to float32: {'; '.join(casts[:4])}; keep_float64=True is on, and runs these casts in float64"
-    )
-    return Widening(True, [Check("Flax stays in float64", True, text)])
+    text = f"its float64 step casts to float32: {'; '.join(casts[:4])}" if casts else "it makes arrays in float32"
+    return Widening(True, [Check("Flax stays in float64", True, f"{text}; keep_float64=True is on, and makes them float64")])
 
 
 def _traced(case: Case, structure: Callable[[str], tuple[Any, Any]]) -> TracedPass:
@@ -59,6 +61,19 @@ def _traced(case: Case, structure: Callable[[str], tuple[Any, Any]]) -> TracedPa
     with running("flax_module"):
         inputs = arguments(case, arrays_in(case, "float64"))
         return trace_step(module, shapes, inputs, call=case.traced_call(module), backward=False)
+
+
+def _refuse_dropout(module: Any, jaxpr: Any) -> None:
+    """Refuse an NNX model whose results depend on random numbers, and that has an active dropout."""
+    if not isinstance(module, nnx.Module) or not draws_random_numbers(jaxpr):
+        return
+    parts = [(path, part) for path, part in nnx.iter_graph(module) if isinstance(part, nnx.Dropout)]
+    active = ["/".join(map(str, path)) for path, part in parts if part.rate and not part.deterministic]
+    if active:
+        raise ArgumentError(
+            f"flax_module: dropout is on in {', '.join(active[:4])}, and no other framework draws the same random numbers: call "
+            "flax_module.eval(), or build it with a rate of 0"
+        )
 
 
 def _is_mixed(step: TracedPass) -> bool:
@@ -74,5 +89,5 @@ def _is_narrowed(call: RecordedTrace, calls: Sequence[RecordedTrace]) -> bool:
         return False
     while call.parent is not None and getattr(calls[call.parent].module, "dtype", None) == dtype:
         call = calls[call.parent]
-    parameter = inspect.signature(type(call.module)).parameters.get("dtype")
+    parameter = inspect.signature(type(call.module).__init__).parameters.get("dtype")
     return parameter is None or parameter.default != dtype

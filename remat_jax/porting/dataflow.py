@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from remat_jax import compat
-from remat_jax.core.walk import bodies, variables
+from remat_jax.core.walk import bodies, equations, variables
 
 
 def unread_inputs(jaxpr: Any) -> list[bool]:
@@ -21,6 +22,48 @@ def unread_inputs(jaxpr: Any) -> list[bool]:
     """
     read = set(compat.dce(jaxpr, keep_inputs=False).jaxpr.invars)
     return [var not in read for var in jaxpr.jaxpr.invars]
+
+
+def draws_random_numbers(jaxpr: Any) -> bool:
+    """Whether a result of a closed jaxpr depends on random bits.
+
+    >>> import jax
+    >>> draws_random_numbers(jax.make_jaxpr(lambda key: jax.random.normal(key))(jax.random.key(0)))
+    True
+    """
+    return any(eqn.primitive.name in _RANDOM for eqn in equations(compat.dce(jaxpr, keep_inputs=False)))
+
+
+_RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
+
+
+def has_narrow_tables(jaxpr: Any, wide: Any) -> bool:
+    """Whether a result of a closed jaxpr in float64 depends on an array that was rounded to a narrower dtype when it was made.
+
+    Such an array is computed inside in a narrower dtype, or it is a constant, such as a rotary table. `wide` is the jaxpr of
+    the same function in `keep_jax_float64`, whose constants are not rounded.
+    """
+    computed = (eqn for eqn in equations(compat.dce(jaxpr, keep_inputs=False)) if eqn.primitive.name in _ARITHMETIC)
+    if any(_is_narrow(var.aval) and var.aval.shape for eqn in computed for var in eqn.outvars):
+        return True
+    tables = _constants(jaxpr), _constants(wide)
+    if [x.shape for x in tables[0]] != [x.shape for x in tables[1]]:
+        return False
+    return any(not np.array_equal(x, other, equal_nan=True) for x, other in zip(*tables, strict=True))
+
+
+_ARITHMETIC = frozenset("mul div exp exp2 log log1p sin cos pow integer_pow sqrt rsqrt tanh dot_general cumsum".split())
+
+
+def _constants(jaxpr: Any) -> list[np.ndarray]:
+    """The floating-point constants that are no scalars, in float64."""
+    needed = compat.dce(jaxpr, keep_inputs=False)
+    atoms = [atom.val for eqn in equations(needed) for atom in eqn.invars if hasattr(atom, "val")]
+    return [np.asarray(x, np.float64) for x in (*needed.consts, *atoms) if _is_floating(x) and np.shape(x)]
+
+
+def _is_narrow(array: Any) -> bool:
+    return _is_floating(array) and array.dtype != jnp.float64
 
 
 def down_casts(jaxpr: Any) -> list[str]:

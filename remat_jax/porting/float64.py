@@ -176,6 +176,8 @@ def with_wider_retry(run: Callable[[], Any]) -> tuple[Any, bool]:
     try:
         return run(), False
     except RematError as error:
+        if not jax.config.jax_enable_x64:
+            raise
         try:
             with keep_jax_float64():
                 return run(), True

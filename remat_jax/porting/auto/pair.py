@@ -18,8 +18,8 @@ from flax import nnx
 
 from remat_jax import compat
 from remat_jax.errors import PortingError, RematError, described
-from remat_jax.porting.dataflow import down_casts, unread_inputs
-from remat_jax.porting.float64 import keep_float64, with_wider_retry
+from remat_jax.porting.dataflow import down_casts, has_narrow_tables, unread_inputs
+from remat_jax.porting.float64 import keep_float64, keep_jax_float64, with_wider_retry
 from remat_jax.porting.foreign import as_flax, on_the_model
 from remat_jax.porting.rules import Rules
 from remat_jax.porting.tensors import as_numpy, is_torch
@@ -185,10 +185,13 @@ class ModelPair:
         return _largest(_named(before), _named(after))[0]
 
     def narrows(self) -> bool:
-        """Whether an output of the Flax model depends on a cast from float64 to a narrower dtype."""
+        """Whether an output of the Flax model depends on a cast from float64, or on an array made in a narrower dtype."""
         self._torch_results(self.generic(0), True)  # an error in PyTorch's model comes before one in Flax's
         traced, needs_widening = with_wider_retry(self._traced)
-        return needs_widening or bool(down_casts(traced))
+        if needs_widening or down_casts(traced):
+            return True
+        with keep_jax_float64():
+            return has_narrow_tables(traced, self._traced())
 
     def unread(self) -> tuple[set[str], set[str]]:
         """The PyTorch tensors that have no gradient, and the Flax arrays that no output depends on."""
