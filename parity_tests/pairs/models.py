@@ -44,6 +44,7 @@ WITH_TYPES = {**WITH_PLACES, "token_type_ids": TOKENS % 2}
 TWO_TEXTS = {**TOKENS_ONLY, "decoder_input_ids": TOKENS[:, :5]}
 STATES = ("last_hidden_state", "pooler_output")
 
+
 class Pair(NamedTuple):
     """Two classes of transformers, with the configuration and the inputs of both.
 

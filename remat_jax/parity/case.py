@@ -11,7 +11,6 @@ from typing import Any
 import flax.linen as nn
 import numpy as np
 from flax import nnx
-from flax.errors import InvalidRngError
 
 from remat_jax.errors import ArgumentError, RematError, UnsupportedError, described
 from remat_jax.parity.optimizers import Optimizer, OptimizerPair, as_optimizer
@@ -208,11 +207,7 @@ def running(argument: str, what: str = RUN) -> Iterator[None]:
     except RematError:
         raise
     except Exception as error:
-        hint = ""
-        if isinstance(error, InvalidRngError):
-            hint = "; random results cannot be compared: make the model deterministic instead of giving it random keys"
-        if what == RUN:
-            hint += call_hint(argument, error)
+        hint = call_hint(argument, error) if what == RUN else ""
         raise ArgumentError(f"{argument} cannot be {what}: {described(error)}{hint}") from error
 
 

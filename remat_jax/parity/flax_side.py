@@ -26,7 +26,7 @@ from remat_jax.parity.compiling import compile_options
 from remat_jax.parity.trees import default_loss, is_floating, named_outputs, same_names
 from remat_jax.porting import Rules, from_torch, gradients_to_torch
 from remat_jax.porting.dataflow import down_casts, unread_inputs
-from remat_jax.porting.float64 import FLOAT32_REMEDY, with_wider_retry
+from remat_jax.porting.float64 import FLOAT32_REMEDY, in_any_width
 from remat_jax.porting.links import links_of_places
 from remat_jax.porting.variables import Variables
 from remat_jax.warning import silenced
@@ -52,7 +52,7 @@ def structure(case: Case, dtype: str) -> tuple[Any, Any]:
         with running("flax_module"):
             return jax.eval_shape(init_of_arrays, *arrays)
 
-    return module, with_wider_retry(shapes)[0]
+    return module, in_any_width(shapes)
 
 
 def arrays_in(case: Case, dtype: str) -> Arrays:

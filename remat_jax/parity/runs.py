@@ -284,7 +284,8 @@ class Comparison:
             run, plain = self.torch.run("float64", mode), self.reference
             errors = _errors(plain.outputs, run.outputs)
             errors |= _errors(plain.gradients, self._under_rules_names(run.gradients))
-            errors |= _errors(plain.state, self._mapped_state(run, "float64"))
+            with _precision("float64"):
+                errors |= _errors(plain.state, self._mapped_state(run, "float64"))
             worst = max(errors, key=lambda name: errors[name])
             passed = errors[worst] <= TOLERANCES["float64"].value
             text = f"differs from PyTorch without checkpoints by at most {errors[worst]:.1e}, in {worst}"

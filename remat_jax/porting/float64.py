@@ -185,6 +185,18 @@ def with_wider_retry(run: Callable[[], Any]) -> tuple[Any, bool]:
             raise error from error.__cause__
 
 
+def in_any_width(init: Callable[[], Any]) -> Any:
+    """The result of `init()`, run with 64-bit types if possible, else in `keep_jax_float64`, else without 64-bit types."""
+    try:
+        return with_wider_retry(init)[0]
+    except RematError as error:
+        try:
+            with jax.enable_x64(False):
+                return init()
+        except RematError:
+            raise error from error.__cause__
+
+
 def _is_narrow(dtype: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype) != _FLOAT64
 

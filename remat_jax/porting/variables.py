@@ -45,7 +45,9 @@ class Variables:
             raise PortingError(f"variables: {', '.join(twice)}: several variables of one path; rename one of the modules.")
         wrong = [f"{path}: {repr(leaf)[:80]}" for path, leaf in entries if not hasattr(leaf, "shape") or is_torch(leaf)]
         if wrong:
-            raise PortingError("variables: every leaf must be a NumPy or JAX array, or a shape, unlike\n  " + "\n  ".join(wrong))
+            raise PortingError(
+                "variables: every leaf must be a NumPy or JAX array, or a shape, unlike\n  " + "\n  ".join(wrong)
+            )
 
 
 def _read_linen(tree: Any, trainable: bool) -> tuple[Entries, Rebuild]:

@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.errors import InvalidRngError
 
 from remat_jax import compat
 from remat_jax.errors import PortingError, RematError, described
 from remat_jax.porting.dataflow import down_casts, has_narrow_tables, unread_inputs
-from remat_jax.porting.float64 import keep_float64, keep_jax_float64, with_wider_retry
+from remat_jax.porting.float64 import FLOAT32_REMEDY, in_any_width, keep_float64, keep_jax_float64, with_wider_retry
 from remat_jax.porting.foreign import as_flax, on_the_model
 from remat_jax.porting.rules import Rules
 from remat_jax.porting.tensors import as_numpy, is_torch
@@ -80,9 +81,17 @@ def _torch_copy(torch_module: Any) -> Any:
 
 
 def call_hint(argument: str, error: Exception) -> str:
-    """The remedy if `error` means that the model in `argument` was called without an argument; empty for other errors."""
-    missing = isinstance(error, TypeError) and re.search(r"missing \d+ required .*argument", str(error))
-    return f"; add it to inputs, or pass it in {argument.partition('_')[0]}_call" if missing else ""
+    """The remedy for a frequent error of the model in `argument`; empty for other errors."""
+    text, call = str(error), f"{argument.partition('_')[0]}_call"
+    if isinstance(error, TypeError) and re.search(r"missing \d+ required .*argument", text):
+        return f"; add it to inputs, or pass it in {call}"
+    if isinstance(error, InvalidRngError):
+        return "; random results cannot be compared: make the model deterministic instead of giving it random keys"
+    if '"deterministic" must be passed' in text:
+        return f"; pass deterministic=True in {call}"
+    return (
+        f"; {FLOAT32_REMEDY}" if argument == "flax_module" and {"float32", "float64"} <= set(re.findall(r"\w+", text)) else ""
+    )
 
 
 @contextlib.contextmanager
@@ -164,7 +173,7 @@ class ModelPair:
         if small:
             raise PortingError(
                 f"flax_module: computes in {', '.join(small)} with weights and inputs in float64; "
-                "let it derive its dtypes from its inputs, or give a function of a dtype that makes it."
+                f"let it derive its dtypes from its inputs, or give a function of a dtype that makes it; {FLOAT32_REMEDY}."
             )
         worst = _largest(_named(theirs), _named(ours))
         # A parameter of PyTorch alone is right if no output depends on it.
@@ -288,7 +297,7 @@ class ModelPair:
             with _running("flax_module", self.module):
                 return jax.eval_shape(lambda: init(jax.random.key(0), *self.args, **self.kwargs))
 
-        return with_wider_retry(shapes)[0]
+        return in_any_width(shapes)
 
 
 def _wide(x: Any) -> np.ndarray:
