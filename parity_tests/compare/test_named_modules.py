@@ -1,4 +1,4 @@
-"""Faults whose module was not named, or named wrongly: outputs of equal shape, own norms, stopped outputs, padding, bfloat16."""
+"""Faults whose module was not named, or named wrongly: outputs of equal shape, own norms, stopped outputs, padding."""
 
 from __future__ import annotations
 

@@ -123,7 +123,8 @@ class Case:
             raise ArgumentError(wrapped)
         if not _is_flax(flax) and (_is_module(flax) or not _is_function(flax)):
             raise ArgumentError(
-                f"flax_module={_short(flax)}: expected a module of Linen, NNX, Equinox or Haiku, or a function of a dtype that makes one"
+                f"flax_module={_short(flax)}: expected a module of Linen, NNX, Equinox or Haiku, or a function of a dtype that "
+                "makes one"
             )
         self.inputs = Inputs.of(self.inputs)
         self.rules, self.auto = _rules(self.rules)

@@ -138,7 +138,7 @@ class Explanation(NamedTuple):
 def first_difference(
     case: Case, torch_model: Any, variables: Any, rules: Any, transform: Callable[..., Any] | None
 ) -> Explanation:
-    """Find the first module that differs in each pass; the Flax model runs in the mode that `transform` applies (None: `off`)."""
+    """Find the first module that differs in each pass; `transform` applies the Flax model's mode (None: `off`)."""
     module = case.flax("float64")
     try:
         found = first_divergences(

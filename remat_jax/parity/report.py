@@ -48,8 +48,8 @@ class ParityReport:
         differences: the settings in which the models differ, such as an epsilon; they do not fail the report by themselves.
         torch, flax: the names of the compared models.
         rules: the weight map, as text.
-        weight_map: `given`, `proven`, `not proven` (no map makes the models agree, and `rules` is the map that names suggest), or
-            `crosses names` (the models agree only if equal names are exchanged, and `rules` is the map of equal names).
+        weight_map: `given`; `proven`; `not proven` (no map makes the models agree, and `rules` is the map that names suggest);
+            or `crosses names` (the models agree only if equal names are exchanged, and `rules` is the map of equal names).
         crossed: the groups of modules with exchanged names, such as "gate and up".
         modes, dtypes, optimizer: the arguments of the comparison.
 

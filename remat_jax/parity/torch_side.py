@@ -269,7 +269,7 @@ def _repeated(model: Any, called: Collection[str]) -> tuple[type, ...]:
     """The classes to checkpoint by default, in the order of their modules; `called` has the paths of the called modules.
 
     A `ModuleList` or `Sequential` of two or more modules gives their class if all have the same class and one of them is
-    called. Only outermost lists count. If no list gives a class, each `ModuleList` of a single module gives this module's class.
+    called. Only outermost lists count. If no list gives a class, each `ModuleList` of a single module gives its class.
     """
     import torch
 

@@ -71,8 +71,8 @@ def _refuse_dropout(module: Any, jaxpr: Any) -> None:
     active = ["/".join(map(str, path)) for path, part in parts if part.rate and not part.deterministic]
     if active:
         raise ArgumentError(
-            f"flax_module: dropout is on in {', '.join(active[:4])}, and no other framework draws the same random numbers: call "
-            "flax_module.eval(), or build it with a rate of 0"
+            f"flax_module: dropout is on in {', '.join(active[:4])}, and no other framework draws the same random numbers: "
+            "call flax_module.eval(), or build it with a rate of 0"
         )
 
 

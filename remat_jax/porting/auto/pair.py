@@ -47,8 +47,8 @@ def _as_module(flax_module: Any) -> Any:
     made = as_flax(flax_module("float64")) if callable(flax_module) else None
     if not isinstance(made, (nn.Module, nnx.Module)):
         raise PortingError(
-            f"flax_module={repr(flax_module)[:120]}: expected a module of Linen, NNX, Equinox or Haiku, or a function of a dtype "
-            "that makes one."
+            f"flax_module={repr(flax_module)[:120]}: expected a module of Linen, NNX, Equinox or Haiku, or a function of a "
+            "dtype that makes one."
         )
     return made
 
