@@ -52,7 +52,7 @@ class Result:
 
 
 def examine(name: str) -> Result:
-    """Compare a pair by the default call. Compare the six pairs with faults again with every fault, in float64 alone."""
+    """Compare a pair by the default call, and again with every fault, in float64 alone, with the right map and without."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)  # machine code that runs once
@@ -67,7 +67,7 @@ def examine(name: str) -> Result:
         rules = case.get("rules") or report.rules
         with_faults = [
             _planted(fault, {**case, **QUICK, "rules": each})
-            for fault in faults.FAULTS.get(name, list)()
+            for fault in (faults.FAULTS[name]() if name in faults.FAULTS else faults.of_dense_layers(report.rows))
             for each in (rules, "auto")
         ]
     return Result(

@@ -106,7 +106,7 @@ class ParityReport:
             wrong = f"a planted fault was not found, so this comparison proves nothing{see}"
         elif checks:
             wrong = ", ".join(filter(None, (wrong, *checks)))
-        return f"NOT PASSED: {': '.join(filter(None, (self._map_text(), wrong)))}"
+        return f"NOT PASSED: {': '.join(filter(None, (self._map_text(), wrong or 'all tensors agree')))}"
 
     def _map_text(self) -> str:
         """What is wrong with the weight map; "" if nothing is."""

@@ -41,7 +41,7 @@ def fitting(pair: ModelPair, rules: Rules) -> Fit:
     if fits is None and frozen:  # a frozen parameter may be a table from a constructor, which Flax computes at each use
         fits = _exactly(pair, rules | Rules((), (), frozen))
         pair.write(pair.written - set(frozen if fits else ()))
-    return fits or _with_leftovers(pair, rules)
+    return fits or _with_leftovers(pair, rules, frozen)
 
 
 class _Parts:
@@ -77,8 +77,11 @@ def _exactly(pair: ModelPair, rules: Rules) -> Fit | None:
     return None
 
 
-def _with_leftovers(pair: ModelPair, rules: Rules) -> Fit:
-    """The maps that leave the fewest numbers over; a buffer of PyTorch may fill an array of Flax."""
+def _with_leftovers(pair: ModelPair, rules: Rules, frozen: Sequence[str]) -> Fit:
+    """The maps that leave the fewest numbers over; a buffer of PyTorch may fill an array of Flax.
+
+    A parameter in `frozen` that is left over keeps its values: Flax may compute it.
+    """
     parts = _Parts(pair, rules)
     buffers = buffer_units(parts.buffers, pair.initial)
     names, aside = [*(name for unit in parts.units for name in unit_names(unit)), *parts.buffers], pair.unread()
@@ -107,7 +110,8 @@ def _with_leftovers(pair: ModelPair, rules: Rules) -> Fit:
         sizes += [parts.shapes[path] for path in arrays]
         fits.append((sum(int(np.prod(shape)) for shape in sizes), (space, start)))
     _, (space, start) = min(fits, key=lambda entry: entry[0])
-    pair.write(pair.written | {unit.name for unit in space.torch if unit.kind == "Buffer"})
+    tables = set(space.left_over(start)[0]) & set(frozen)
+    pair.write((pair.written | {unit.name for unit in space.torch if unit.kind == "Buffer"}) - tables)
     _refuse_misfits(parts.units, space, start)
     return space, start
 
