@@ -1,4 +1,4 @@
-"""Ten common faults of ports, planted one at a time in the Flax side of six pairs; four faults of dense layers in the others."""
+"""Ten common faults of ports, planted one at a time in the Flax side of six pairs; four of dense layers in the other pairs."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def of_dense_layers(rows: Iterable[TensorRow]) -> list[Fault]:
     first, second, third, fourth = (paths[len(paths) * part // 5] for part in (1, 2, 3, 4))
     return [
         forward("an output scaled", first[0], at(first[1], output(lambda x: x * 1.001))),
-        forward("an output shifted", second[0], at(second[1], output(lambda x: x + 1e-3))),
+        forward("features rolled", second[0], at(second[1], output(lambda x: jnp.roll(x, 1, -1)))),
         backward("a sign flipped", third[0], at(third[1], FLIPPED)),
         backward("an input detached", fourth[0], at(fourth[1], detached)),
     ]

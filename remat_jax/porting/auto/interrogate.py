@@ -24,6 +24,10 @@ from remat_jax.porting.rules import Rules
 EQUAL = 1e-9
 
 
+_CLOSE = 1.01
+"""Candidates whose errors are within this factor of the smallest error count as equally good."""
+
+
 @dataclass(frozen=True)
 class MapCandidate:
     """A possible weight map.
@@ -220,7 +224,9 @@ def _agreeing_when_alike(pair: ModelPair, space: Space, start: MapCandidate) -> 
         errors.append((*pair.disagreement(space.rules(trial), values, gradients=False), trial))
         if errors[-1][0] <= LIMIT:
             return trial, ""
-    error, where, best = min(errors, key=lambda entry: entry[0])
+    # Ways that differ only in the orientation of symmetric matrices differ by rounding: the first is the usual way.
+    least = min(error for error, _, _ in errors)
+    error, where, best = next(entry for entry in errors if entry[0] <= _CLOSE * least)
     return best, (
         f"no map makes the models agree: with equal weights in all modules of equal shapes, {where} still differs by "
         f"{error:.1e}; the models differ in more than their weights (epsilon, padding, activation, mask, a missing layer, "
