@@ -61,7 +61,8 @@ class Recorder:
 
     def run(self, module: Any, path: tuple[str, ...], call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`call(*args, **kwargs)` with taps on its input and output arrays."""
-        number, record = len(self.calls), RecordedTrace(path, module, self.running[-1] if self.running else None)
+        number, around = len(self.calls), self.running[-1] if self.running else None
+        record = RecordedTrace(path, module, around)
         self.calls.append(record)
         self.running.append(number)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ def widening(case: Case, structure: Callable[[str], tuple[Any, Any]], *, torch_n
         return Widening(True, [Check("Flax stays in float64", True, text)])
     with keep_jax_float64():
         has_tables = not casts and has_narrow_tables(step.jaxpr, _traced(case, structure).jaxpr)
-    hard_coded = all("float64 to float32" in cast for cast in casts) and (torch_narrows or not _is_mixed(step))
+    hard_coded = all("float64 to float32" in cast for cast in casts) and (torch_narrows or not _is_mixed(step, casts))
     if not (casts or has_tables) or not hard_coded:
         return Widening(False, [])
     text = f"its float64 step casts to float32: {'; '.join(casts[:4])}" if casts else "it makes arrays in float32"
@@ -76,10 +77,17 @@ def _refuse_dropout(module: Any, jaxpr: Any) -> None:
         )
 
 
-def _is_mixed(step: TracedPass) -> bool:
-    """Whether some modules with parameters were given a narrow `dtype`, and others compute in float64."""
+def _is_mixed(step: TracedPass, casts: Sequence[str]) -> bool:
+    """Whether only some modules of a kind compute in a narrower dtype: by their `dtype`, or as the places of `casts` say."""
     calls = step.recorder.calls
-    return len({_is_narrowed(call, calls) for call in calls if call.parameters}) > 1
+    by_number: dict[str, dict[str, bool]] = {}
+    for call in calls:
+        path = "/".join(call.path)
+        if call.path and re.search(r"\d", path):
+            is_cast = any(f"/{path}/" in f"/{cast.partition(' in ')[2]}/" for cast in casts)
+            by_number.setdefault(re.sub(r"\d+", "*", path), {})[path] = is_cast
+    uneven = any(len(set(of_kind.values())) > 1 for of_kind in by_number.values())
+    return uneven or len({_is_narrowed(call, calls) for call in calls if call.parameters}) > 1
 
 
 def _is_narrowed(call: RecordedTrace, calls: Sequence[RecordedTrace]) -> bool:

@@ -73,7 +73,8 @@ def _exactly(pair: ModelPair, rules: Rules) -> Fit | None:
         ways = table(parts.units, flax) if len(flax) == len(parts.units) else []
         places = by_names(parts.units, flax, ways) if ways else [None]
         if None not in places:
-            return Space(parts.units, flax, ways, given), MapCandidate(tuple(places), (0,) * len(places))  # type: ignore[arg-type]
+            space = Space(parts.units, flax, ways, given)
+            return space, space.usual(MapCandidate(tuple(places), (0,) * len(places)))  # type: ignore[arg-type]
     return None
 
 
@@ -104,7 +105,7 @@ def _with_leftovers(pair: ModelPair, rules: Rules, frozen: Sequence[str]) -> Fit
             tuple(parts.shapes),
             frozenset(parts.buffers),
         )
-        start = MapCandidate(tuple(places[unit] for unit in kept), (0,) * len(kept))  # type: ignore[misc]
+        start = space.usual(MapCandidate(tuple(places[unit] for unit in kept), (0,) * len(kept)))  # type: ignore[misc]
         tensors, arrays = space.left_over(start)
         sizes = [pair.initial[name].shape for name in tensors if name not in parts.buffers]
         sizes += [parts.shapes[path] for path in arrays]

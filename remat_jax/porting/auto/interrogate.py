@@ -9,6 +9,7 @@ shows whether they must be transposed.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -138,13 +139,30 @@ class Space:
             if count > 1:
                 ranks = tuple(len(shape) for _, shape in torch_unit.tensors)
                 kinds.setdefault((torch_unit.kind, ranks, count), []).append(unit)
+        yield start
         choices = (range(count) for _, _, count in kinds)
         for chosen in itertools.islice(itertools.product(*choices), 64):
             trial = start
             for choice, units in zip(chosen, kinds.values(), strict=True):
                 for unit in units:
                     trial = trial.chosen(unit, choice)
-            yield trial
+            if trial != start:
+                yield trial
+
+    def usual(self, start: MapCandidate) -> MapCandidate:
+        """`start`, in which a unit of several ways is converted like units of its kind that have only one way.
+
+        A square matrix may be transposed or not; in a model whose other matrices are transposed, it is transposed too.
+        """
+        known: dict[str, Counter[tuple[int, str]]] = {}
+        for unit, torch_unit in enumerate(self.torch):
+            if len(self.ways(start, unit)) == 1:
+                known.setdefault(torch_unit.kind, Counter()).update(_transforms(self.way(start, unit)))
+        for unit, torch_unit in enumerate(self.torch):
+            seen, ways = known.get(torch_unit.kind, Counter()), self.ways(start, unit)
+            scores = [sum(seen[text] for text in _transforms(way)) for way in ways]
+            start = start.chosen(unit, scores.index(max(scores)))
+        return start
 
     def exchanges(self, answer: MapCandidate, gradients: Values) -> list[MapCandidate]:
         """Variants of `answer` that exchange two units, or two modules of several units, whose gradients are equal."""
@@ -185,6 +203,11 @@ class Space:
             if {str(rule.transform), str(other.transform)} == {"linear", "identity"} and gradient is not None:
                 return bool(np.linalg.norm(gradient - gradient.T) > EQUAL * np.linalg.norm(gradient))
         return False
+
+
+def _transforms(way: Way) -> list[tuple[int, str]]:
+    """The transforms of a way, each with its place: a weight's comes before a bias's."""
+    return [(place, str(rule.transform)) for place, rule in enumerate(way)]
 
 
 def identify(pair: ModelPair, space: Space, start: MapCandidate) -> tuple[MapCandidate, str]:
