@@ -54,7 +54,7 @@ def test_the_porting_guide() -> None:
 
 
 def test_the_page_on_parity() -> None:
-    assert run(text_of("docs/parity.md"), "parity.md", {"__name__": "parity"}) == 6
+    assert run(text_of("docs/parity.md"), "parity.md", {"__name__": "parity"}) == 10
 
 
 def test_the_notes(capsys: pytest.CaptureFixture[str]) -> None:

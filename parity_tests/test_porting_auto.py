@@ -17,6 +17,7 @@ from parity_tests.support import MODULES, SIZES, data, make_torch
 from remat_jax import porting
 from remat_jax.errors import PortingError
 from remat_jax.porting.links import links_of_tensors
+from remat_jax.warning import RematWarning
 
 F64 = {"param_dtype": jnp.float64}
 NAMES = ("first", "second", "third")
@@ -63,11 +64,13 @@ class SquareFlax(nn.Module):
 
     order: tuple[str, ...]
     turned: tuple[bool, ...]
+    last: bool = True
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
         for name, turned in zip(self.order, self.turned, strict=True):
-            x = jnp.tanh(Kernel(turned, name=name)(x))
+            x = Kernel(turned, name=name)(x)
+            x = jnp.tanh(x) if self.last or name != self.order[-1] else x
         return x
 
 
@@ -224,7 +227,8 @@ def test_models_that_differ_in_more_than_weights_are_refused() -> None:
 
 def test_a_model_that_computes_in_float32_is_named_and_may_be_made_in_float64() -> None:
     with pytest.raises(PortingError, match="computes in float32 .* or give a function of a dtype"):
-        porting.propose(Gemma(), GemmaFlax(dtype=jnp.float32), TOKENS)
+        porting.propose(Gemma(), GemmaFlax(dtype=jnp.float32), TOKENS, keep_float64=False)
+    assert porting.propose(Gemma(), GemmaFlax(dtype=jnp.float32), TOKENS).ties
     assert porting.propose(Gemma(), lambda dtype: GemmaFlax(dtype=jnp.dtype(dtype)), TOKENS).ties
 
 
@@ -276,12 +280,16 @@ def test_modules_that_the_outputs_do_not_depend_on_are_named() -> None:
             third(x)
             return second(jnp.tanh(first(x)))
 
-    given = "third.weight -> params/third/kernel | linear\nthird.bias -> params/third/bias"
-    with pytest.raises(PortingError, match=r"the outputs do not depend on third\.weight, third\.bias") as error:
-        porting.propose(Unused(), Flax(), random_input(3, 4))
-    assert str(error.value).endswith("or rules for them, such as:\n  " + given.replace("\n", "\n  "))
-    rules = porting.propose(Unused(), Flax(), random_input(3, 4), rules=given)
+    with pytest.warns(RematWarning, match=r"third\.weight, third\.bias: the outputs do not depend on them"):
+        rules = porting.propose(Unused(), Flax(), random_input(3, 4))
+    assert found(rules, Unused())["third.weight"] == ("params/third/kernel", "linear")  # the usual way of a dense layer
     assert found(rules, Unused())["second.weight"][0] == "params/second/kernel"
+
+
+def test_an_unused_module_of_one_framework_is_left_over_and_named() -> None:
+    with pytest.warns(RematWarning, match=r"only PyTorch has third\.weight, third\.bias; the outputs do not depend on them"):
+        rules = porting.propose(Unused(), SquareFlax(NAMES[:2], (False,) * 2).copy(last=False), random_input(3, 4))
+    assert str(rules).splitlines()[-1] == "extra: third.weight, third.bias"
 
 
 class DeepTorch(torch.nn.Module):

@@ -87,7 +87,7 @@ def test_metadata_of_linen_s_partitioned_parameters_stays() -> None:
 def test_what_is_no_variables_is_refused() -> None:
     with pytest.raises(PortingError, match="variables=3 is of type int; give what a Linen module's init returns"):
         porting.from_torch({}, 3, "a -> params/a")
-    with pytest.raises(PortingError, match="every leaf must be an array or a shape"):
+    with pytest.raises(PortingError, match="every leaf must be a NumPy or JAX array, or a shape"):
         porting.from_torch({}, {"params": {"a": "text"}}, "a -> params/a")
     with pytest.raises(PortingError, match="list is not a mapping"):
         porting.from_torch([], {"params": {}}, "a -> params/a")  # type: ignore[arg-type]

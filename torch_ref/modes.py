@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from torch_ref.errors import InvalidArgumentError
 
 MODES = ("off", "checkpoint", "offload")
@@ -11,7 +13,7 @@ def mode_of(use_gradient_checkpointing: bool, use_gradient_checkpointing_offload
     """The mode that a pair of flags selects; the offload flag alone selects `offload`.
 
     Raises:
-        InvalidArgumentError: if a flag is not a bool.
+        InvalidArgumentError: if a flag is not a bool of Python or NumPy.
 
     >>> mode_of(False, True)
     'offload'
@@ -21,7 +23,7 @@ def mode_of(use_gradient_checkpointing: bool, use_gradient_checkpointing_offload
         "use_gradient_checkpointing_offload": use_gradient_checkpointing_offload,
     }
     for name, value in flags.items():
-        if not isinstance(value, bool):
+        if not isinstance(value, bool | np.bool_):
             raise InvalidArgumentError(
                 f"{name} is a {type(value).__name__}, expected True or False. The two flags come right after the model;"
                 " give the block's own arguments after them or by keyword."

@@ -128,7 +128,8 @@ def test_dropout_in_training_is_refused_and_in_evaluation_is_not() -> None:
 
 def test_a_flax_model_of_one_dtype_is_an_error_and_a_function_of_a_dtype_is_the_remedy() -> None:
     with pytest.raises(ArgumentError, match="returns output in float32, although weights and inputs are float64"):
-        compare(**linear(flax_module=nn.Dense(2, dtype=jnp.float32)))
+        compare(**linear(flax_module=nn.Dense(2, dtype=jnp.float32), keep_float64=False))
+    assert compare(**linear(flax_module=nn.Dense(2, dtype=jnp.float32))).passed
     report = compare(**linear(flax_module=lambda dtype: nn.Dense(2, dtype=dtype), dtypes=("float64", "float32")))
     assert report.passed, str(report)
 
@@ -138,7 +139,10 @@ def test_a_cast_inside_is_named() -> None:
         with jax.named_scope("head"):
             return model(x).astype(jnp.float32).astype(x.dtype)
 
-    report = compare(**linear(flax_call=narrow))
+    kept = compare(**linear(flax_call=narrow))
+    cast_check = next(check for check in kept.checks if check.name == "Flax stays in float64")
+    assert kept.passed and "casts to float32: float64 to float32 in head; keep_float64=True is on" in cast_check.found
+    report = compare(**linear(flax_call=narrow, keep_float64=False))
     cast_check = next(check for check in report.checks if check.name == "Flax stays in float64")
     assert not report.passed and "dtype: float64 to float32 in head; " in cast_check.found
 
@@ -232,7 +236,7 @@ def test_without_pytorch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 WRONG = {
     "torch_module": (torch.nn.Linear, "torch_module=.*expected a torch.nn.Module"),
-    "flax_module": (nn.Dense, "flax_module=.*expected a Linen or NNX module"),
+    "flax_module": (nn.Dense, "flax_module=.*expected a module of Linen, NNX, Equinox or Haiku"),
     "inputs": ({"x": None}, "inputs=.*expected arrays"),
     "loss": (3, "loss=3: expected a function"),
     "torch_blocks": ("Linear", "torch_blocks='Linear': expected a class"),

@@ -118,7 +118,7 @@ def test_pytorchs_peak_is_that_of_its_mode() -> None:
     alive.
     """
     options = {name: parameter.default for name, parameter in inspect.signature(compare).parameters.items()}
-    given = {field.name: options[field.name] for field in dataclasses.fields(Case)}
+    given = {field.name: options[field.name] for field in dataclasses.fields(Case) if field.init}
     module = pytorch.DecoderStack(num_layers=6, d_model=16, nhead=4)
     inputs = np.ones((64, 32, 16), np.float32)
     peaks, x64 = {}, jax.enable_x64(True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -15,7 +16,6 @@ from parity_tests.compare import cases as c
 from parity_tests.third_party import ports as p
 from parity_tests.third_party import test_bert, test_llama
 from parity_tests.third_party.ports import Port
-from remat_jax.errors import PortingError
 from remat_jax.parity import ParityReport, compare
 from remat_jax.parity.capture_flax import trace_step
 from remat_jax.parity.masks import Signs, flax_masks, torch_masks
@@ -30,13 +30,18 @@ def found(report: ParityReport) -> str:
 
 
 def test_what_does_no_harm_is_told_and_fails_nothing() -> None:
-    theirs = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout(0.5)).eval()
-    rules = "0.weight -> params/kernel | linear\n0.bias -> params/bias"
-    report = compare(theirs, nn.Dense(2), X[..., :3], rules=rules, **c.QUICK)
+    theirs = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2), torch.nn.Dropout(0.5)).eval()
+
+    class Flax(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(2)(nn.BatchNorm(True, momentum=0.99, epsilon=1e-5)(x))
+
+    report = compare(theirs, Flax(), X[0, :, :3], **c.QUICK)
     assert report.passed, str(report)
-    expected = {"path": "", "what": "dropout rates", "torch": "[0.5]", "flax": "[]"}
+    expected = {"path": "BatchNorm_0", "what": "momentum", "torch": "0.9", "flax": "0.99"}  # no rate of dropout
     assert report.differences == (expected,) and report.to_dict()["differences"] == [expected]
-    assert found(report) == "(the whole model): dropout rates is [0.5] in PyTorch and [] in Flax"
+    assert found(report) == "BatchNorm_0: momentum is 0.9 in PyTorch and 0.99 in Flax"
     assert "Settings that differ" in str(report)
 
 
@@ -53,13 +58,15 @@ def norms() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 4))
 
 
-def test_settings_are_read_before_anything_runs_and_stand_in_the_error_when_it_fails() -> None:
+def test_settings_and_the_module_are_named_where_no_map_makes_the_models_agree() -> None:
     messages: list[str] = []
-    with pytest.raises(
-        PortingError, match=r"The settings of the two models differ:\n  norm: epsilon is 1e-05 in PyTorch and 1"
-    ):
-        compare(norms(), Norms(), X, **c.QUICK, progress=lambda message, done, total: messages.append(message))
-    assert messages == ["the settings of both models", "the PyTorch model in float64", "proposing a weight map"]
+    report = compare(norms(), Norms(), X, **c.QUICK, progress=lambda message, done, total: messages.append(message))
+    assert report.weight_map == "not proven" and "no map makes the models agree" in report.checks[0].found
+    assert re.match("NOT PASSED: the weight map is not proven; under the map that names suggest: .* tensors", report.verdict())
+    assert [(difference["path"], difference["what"]) for difference in report.differences] == [("norm", "epsilon")]
+    assert report.divergences["forward"]["flax_path"] == "norm"
+    assert messages[:3] == ["the settings of both models", "the PyTorch model in float64", "proposing a weight map"]
+    assert "proposing a weight map: trying ways to convert the weights, 1" in messages
 
 
 def test_settings_that_matter_are_named_beside_the_tensors() -> None:

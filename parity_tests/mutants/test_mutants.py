@@ -168,9 +168,8 @@ MUTANTS: dict[str, list[Mutant]] = {
             "llama",
             at("", inside(llama, "embed", padding_trained)),
             BACKWARD,
-            "",
-            "gradient of output 0",
-            "between its modules: at 'embed'",
+            "model/embed_tokens",
+            "gradient of weight, the same tensor as lm_head.weight",
         ),
     ],
     "an inverted mask": [

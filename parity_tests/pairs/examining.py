@@ -17,9 +17,13 @@ WRONG = {"mistral": "model/layers/0/self_attn"}
 
 @dataclass(frozen=True)
 class Planted:
-    """The result of a fault: the pass and the module that must be named, and those that the report names."""
+    """The result of a fault: the pass and the module that must be named, and those that the report names.
+
+    `rules` is "given", the map of the right pair, or "auto". `said` begins with the exchanged names, if there are any.
+    """
 
     name: str
+    rules: str
     expected: str
     passed: bool
     named: bool
@@ -48,7 +52,7 @@ class Result:
 
 
 def examine(name: str) -> Result:
-    """Compare a pair by the default call. Compare the six pairs with faults again with every fault, in float64 alone."""
+    """Compare a pair by the default call, and again with every fault, in float64 alone, with the right map and without."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)  # machine code that runs once
@@ -61,7 +65,11 @@ def examine(name: str) -> Result:
         report = compare(**case)
         seconds = time.perf_counter() - start
         rules = case.get("rules") or report.rules
-        planted = [_planted(fault, {**case, **QUICK, "rules": rules}) for fault in faults.FAULTS.get(name, list)()]
+        with_faults = [
+            _planted(fault, {**case, **QUICK, "rules": each})
+            for fault in (faults.FAULTS[name]() if name in faults.FAULTS else faults.of_dense_layers(report.rows))
+            for each in (rules, "auto")
+        ]
     return Result(
         name=name,
         passed=report.passed,
@@ -71,22 +79,27 @@ def examine(name: str) -> Result:
         lines=len(report.rules.splitlines()),
         proposed="rules" not in case,
         seconds=seconds,
-        planted=planted,
+        planted=[each for each in with_faults if each],
     )
 
 
-def _planted(fault: faults.Fault, case: dict[str, Any]) -> Planted:
+def _planted(fault: faults.Fault, case: dict[str, Any]) -> Planted | None:
+    """The result of a fault; None if the fault is in the rules, and `case` proposes them."""
     from remat_jax.parity import compare
 
-    start = time.perf_counter()
-    report = compare(**fault.plant(case))
+    start, wrong = time.perf_counter(), fault.plant(case)
+    is_auto = case["rules"] == "auto"
+    if is_auto and wrong["rules"] != "auto":
+        return None
+    report = compare(**wrong)
     named = {direction: divergence["torch_path"] for direction, divergence in report.divergences.items() if divergence}
     return Planted(
         name=fault.name,
+        rules="auto" if is_auto else "given",
         expected=f"{fault.where}: {fault.modules[0] or 'the whole model'}",
         passed=report.passed,
         named=named.keys() == {fault.where} and named[fault.where] in fault.modules,
-        said=_said(report.divergences),
+        said="".join(f"{each} exchanged; " for each in report.crossed) + _said(report.divergences),
         seconds=time.perf_counter() - start,
     )
 

@@ -1,7 +1,8 @@
-"""Ten common faults of ports, planted one at a time in the Flax side of six pairs."""
+"""Ten common faults of ports, planted one at a time in the Flax side of six pairs; four of dense layers in the other pairs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from parity_tests.mutants import planting as plant
 from parity_tests.mutants.planting import DOUBLED, FLIPPED, Plant, arguments, at, detached, fields, inside, mapped, output
 from parity_tests.pairs.models import module_of
+from remat_jax.parity import TensorRow
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -245,6 +247,22 @@ def t5() -> list[Fault]:
         forward("a norm left out", "decoder/final_layer_norm", at("decoder/final_layer_norm", plant.skipped)),
         backward("a sign flipped", f"{decoder}/1/EncDecAttention/v", at(f"{decoder}/1/EncDecAttention/v", FLIPPED)),
         backward("an input detached", f"{encoder}/1/DenseReluDense", at(f"{encoder}/1/DenseReluDense", detached)),
+    ]
+
+
+def of_dense_layers(rows: Iterable[TensorRow]) -> list[Fault]:
+    """Four faults of dense layers of any pair, found in the rows of the right pair's gradients."""
+    weights = [(row.name, row.flax) for row in rows if row.kind == "gradient"]
+    names = [(name, path) for name, path in weights if path.endswith("/kernel") and name.endswith(".weight")]
+    paths = [
+        (name.removesuffix(".weight").replace(".", "/"), path.split("/", 1)[1].removesuffix("/kernel")) for name, path in names
+    ]
+    first, second, third, fourth = (paths[len(paths) * part // 5] for part in (1, 2, 3, 4))
+    return [
+        forward("an output scaled", first[0], at(first[1], output(lambda x: x * 1.001))),
+        forward("features rolled", second[0], at(second[1], output(lambda x: jnp.roll(x, 1, -1)))),
+        backward("a sign flipped", third[0], at(third[1], FLIPPED)),
+        backward("an input detached", fourth[0], at(fourth[1], detached)),
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
@@ -40,17 +41,10 @@ SOUND = RANDOM.normal(size=(BATCH, 8, 16)).astype(np.float32)
 
 TOKENS_ONLY: Arrays = {"input_ids": TOKENS, "attention_mask": MASK}
 WITH_PLACES = {**TOKENS_ONLY, "position_ids": PLACES}
+TOKENS_AND_TYPES = {**TOKENS_ONLY, "token_type_ids": TOKENS % 2}
 WITH_TYPES = {**WITH_PLACES, "token_type_ids": TOKENS % 2}
 TWO_TEXTS = {**TOKENS_ONLY, "decoder_input_ids": TOKENS[:, :5]}
 STATES = ("last_hidden_state", "pooler_output")
-
-LLAMA = """
-    model.embed_tokens.weight -> params/model/embed_tokens/embedding
-    model.layers.{i}.{block}.{part}_proj.weight -> params/model/layers/{i}/{block}/{part}_proj/kernel | linear
-    model.layers.{i}.{norm}_layernorm.weight -> params/model/layers/{i}/{norm}_layernorm/weight
-    model.norm.weight -> params/model/norm/weight
-    lm_head.weight -> params/lm_head/kernel | linear
-"""
 
 
 class Pair(NamedTuple):
@@ -95,7 +89,6 @@ def hides_nothing(**inputs: Any) -> dict[str, Any]:
 
 T5 = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
 NO_CACHE = {"use_cache": False}
-FLOAT32_INSIDE = {"keep_float64": True}
 PAIRS: dict[str, Pair] = {
     "bert": Pair("BertModel", WIDTHS | TEXT, WITH_TYPES, STATES),
     "gpt2": Pair(
@@ -130,14 +123,12 @@ PAIRS: dict[str, Pair] = {
         "BloomForCausalLM",
         {"vocab_size": 60, "hidden_size": 16, "n_layer": 2, "n_head": 2},
         TOKENS_ONLY,
-        options=FLOAT32_INSIDE,
         torch_only=NO_CACHE,
     ),
     "llama": Pair(
         "LlamaForCausalLM",
         WIDTHS | TEXT | {"num_key_value_heads": 2},
         WITH_PLACES,
-        options=FLOAT32_INSIDE,
         torch_only=NO_CACHE,
     ),
     # A real fault of the library: Flax's sliding window is one token too long.
@@ -145,7 +136,6 @@ PAIRS: dict[str, Pair] = {
         "MistralForCausalLM",
         WIDTHS | TEXT | {"num_key_value_heads": 1, "sliding_window": 3, "attn_implementation": "eager"},
         WITH_PLACES,
-        options={"rules": LLAMA, **FLOAT32_INSIDE},
         torch_only=NO_CACHE,
     ),
     "bart": Pair("BartModel", TEXT | ENCODER_DECODER, TWO_TEXTS, STATES[:1], torch_only=NO_CACHE, flax_only=both_places),
@@ -165,7 +155,6 @@ PAIRS: dict[str, Pair] = {
         "T5ForConditionalGeneration",
         T5,
         TWO_TEXTS,
-        options=FLOAT32_INSIDE,
         torch_only=NO_CACHE,
         flax_only=hides_nothing,
     ),
@@ -189,19 +178,16 @@ PAIRS: dict[str, Pair] = {
     "distilbert": Pair(
         "DistilBertModel", TEXT | {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32}, TOKENS_ONLY, STATES[:1]
     ),
-    # Its rotary table is in float32.
     "gptj": Pair(
         "GPTJForCausalLM",
         {"vocab_size": 60, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4},
         WITH_PLACES,
-        options=FLOAT32_INSIDE,
         torch_only=NO_CACHE,
     ),
     "gemma": Pair(
         "GemmaForCausalLM",
         WIDTHS | TEXT | {"num_key_value_heads": 1, "head_dim": 8},
         WITH_PLACES,
-        options=FLOAT32_INSIDE,
         torch_only=NO_CACHE,
     ),
     "longt5": Pair(
@@ -209,12 +195,76 @@ PAIRS: dict[str, Pair] = {
         T5 | {"local_radius": 3, "global_block_size": 2},
         TWO_TEXTS,
         STATES[:1],
-        options=FLOAT32_INSIDE,
         torch_only=NO_CACHE,
         flax_only=hides_nothing,
     ),
     # Neither model uses its mask token: no patch is masked.
     "dinov2": Pair("Dinov2Model", WIDTHS | {"image_size": 32, "patch_size": 8}, {"pixel_values": PIXELS}, STATES),
+}
+
+
+QUESTION = ("start_logits", "end_logits")
+HEADS = {"QuestionAnswering": QUESTION, "SequenceClassification": ("logits",), "TokenClassification": ("logits",)}
+# The family, its pair above, and the names of its heads.
+FAMILIES = {
+    "bert": (*HEADS, "MaskedLM"),
+    "roberta": (*HEADS, "MaskedLM"),
+    "albert": (*HEADS, "MaskedLM"),
+    "electra": (*HEADS, "MaskedLM"),
+    "distilbert": (*HEADS, "MaskedLM"),
+    "bart": ("QuestionAnswering", "ConditionalGeneration"),
+    "vit": ("ImageClassification",),
+    "resnet": ("ImageClassification",),
+    "dinov2": ("ImageClassification",),
+}
+
+
+def with_head(family: str, head: str) -> Pair:
+    """A family's pair with a task's head instead of the bare model."""
+    pair = PAIRS[family]
+    return pair._replace(
+        torch=f"{pair.torch.removesuffix('Model')}For{head}",
+        config=pair.config | {"num_labels": 3} if head.endswith("Classification") else pair.config,
+        outputs=HEADS.get(head, ("logits",)),
+    )
+
+
+PAIRS |= {f"{family}:{head}": with_head(family, head) for family, heads in FAMILIES.items() for head in heads}
+SEQUENCES = {"mbart": "MBart", "marian": "Marian", "pegasus": "Pegasus", "blenderbot": "Blenderbot"}
+PAIRS |= {
+    f"{family}:ConditionalGeneration": Pair(
+        f"{name}MTModel" if family == "marian" else f"{name}ForConditionalGeneration",
+        TEXT | ENCODER_DECODER | {"pad_token_id": 0, "decoder_start_token_id": 1},
+        TWO_TEXTS,
+        torch_only=NO_CACHE,
+        flax_only=both_places,
+    )
+    for family, name in SEQUENCES.items()
+}
+PAIRS |= {
+    "xlm_roberta": PAIRS["roberta"]._replace(torch="XLMRobertaModel"),
+    "roberta_prelayernorm": PAIRS["roberta"]._replace(torch="RobertaPreLayerNormModel"),
+    "roformer": Pair("RoFormerModel", WIDTHS | TEXT | {"embedding_size": 16}, TOKENS_AND_TYPES, STATES[:1]),
+    "regnet": Pair(
+        "RegNetModel",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "groups_width": 4},
+        {"pixel_values": PIXELS},
+        STATES,
+    ),
+    "beit": Pair("BeitModel", WIDTHS | {"image_size": 32, "patch_size": 8}, {"pixel_values": PIXELS}, STATES),
+    "blenderbot_small:ConditionalGeneration": PAIRS["blenderbot:ConditionalGeneration"]._replace(
+        torch="BlenderbotSmallForConditionalGeneration"
+    ),
+    "xglm": Pair(
+        "XGLMForCausalLM",
+        TEXT | {"d_model": 16, "ffn_dim": 32, "num_layers": 2, "attention_heads": 2},
+        WITH_PLACES,
+        torch_only=NO_CACHE,
+    ),
+    "clip:TextModel": Pair("CLIPTextModel", WIDTHS | TEXT | {"eos_token_id": 2}, WITH_PLACES, STATES),
+    "clip:VisionModel": Pair("CLIPVisionModel", WIDTHS | {"image_size": 32, "patch_size": 8}, {"pixel_values": PIXELS}, STATES),
+    "gemma:MoreHeads": PAIRS["gemma"]._replace(config=PAIRS["gemma"].config | {"num_key_value_heads": 2}),
+    "llama:Grouped": PAIRS["llama"]._replace(config=PAIRS["llama"].config | {"num_key_value_heads": 1}),
 }
 
 
@@ -228,7 +278,8 @@ def has_flax_classes() -> bool:
 
 def module_of(name: str) -> Any:
     """The module of transformers that has the Flax classes of a pair."""
-    return importlib.import_module(f"transformers.models.{name}.modeling_flax_{name}")
+    family = name.partition(":")[0]
+    return importlib.import_module(f"transformers.models.{family}.modeling_flax_{family}")
 
 
 def make(name: str) -> dict[str, Any]:
@@ -239,13 +290,15 @@ def make(name: str) -> dict[str, Any]:
     classes = module_of(name), getattr(transformers, pair.torch)
     flax = getattr(classes[0], f"Flax{pair.torch.removesuffix('Model')}Module")
     config = classes[1].config_class(**pair.config)
+    # An argument without a default in some of Flax's classes.
+    optional = {"head_mask": None} if "head_mask" in inspect.signature(flax.__call__).parameters else {}
 
     def torch_call(model: Any, **inputs: Any) -> dict[str, Any]:
         made = model(**inputs, **pair.torch_only)
         return {key: made[key] for key in pair.outputs}
 
     def flax_call(model: Any, **inputs: Any) -> dict[str, Any]:
-        given = dict(inputs)
+        given = {**optional, **inputs}
         if "pixel_values" in given:
             given["pixel_values"] = jnp.transpose(given["pixel_values"], (0, 2, 3, 1))
         made = model(**given, **pair.flax_only(**inputs))

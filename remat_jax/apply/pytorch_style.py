@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from flax import linen, nnx
 
 from remat_jax.apply import linen as linen_blocks
@@ -57,7 +58,7 @@ _OWN = ("model", "use_gradient_checkpointing", "use_gradient_checkpointing_offlo
 
 def _check_flags(checkpoint: Any, offload: Any) -> None:
     for name, value in zip(_OWN[1:], (checkpoint, offload), strict=True):
-        if not isinstance(value, bool):
+        if not isinstance(value, bool | np.bool_):
             raise ArgumentError(f"{name}={value!r}: expected True or False, known while tracing")
 
 

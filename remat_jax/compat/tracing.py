@@ -17,6 +17,8 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src.interpreters import partial_eval as _pe
 
+from remat_jax.errors import ArgumentError
+
 _LOOPS = frozenset({"scan", "while_body", "while_loop", "fori_loop", "map", "associative_scan"})
 T = TypeVar("T")
 
@@ -165,8 +167,20 @@ def _staged(leaf: Any) -> Any:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether `leaf` is an array or a tracer (Python scalars, strings, None and objects are not)."""
-    return isinstance(leaf, jax.Array | _core.Tracer) or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
+    """Whether `leaf` is an array or a tracer (Python scalars, strings, None and objects are not).
+
+    Raises ArgumentError for a PyTorch tensor, which JAX refuses with an error that does not name it.
+    """
+    if isinstance(leaf, jax.Array | _core.Tracer):
+        return True
+    if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")):
+        return False
+    if type(leaf).__module__.partition(".")[0] == "torch":
+        raise ArgumentError(
+            f"a {type(leaf).__name__} of PyTorch, of shape {tuple(leaf.shape)}, is among the arguments of a JAX function: "
+            "expected NumPy or JAX arrays; convert it, for example by jnp.asarray(x.detach().numpy())"
+        )
+    return True
 
 
 def is_operand(leaf: Any) -> bool:

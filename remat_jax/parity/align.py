@@ -53,10 +53,10 @@ def visible(x: np.ndarray) -> np.ndarray | None:
     """A boolean array of the positions that the attention mask `x` shows; None if `x` is no mask."""
     if x.dtype == bool:
         return x
-    if x.dtype.kind != "f" or not x.size or not np.min(x) <= _MASKED:
+    if x.dtype.kind != "f" or not x.size or not float(np.min(x)) <= _MASKED:
         return None
     shown = x == 0
-    return shown if np.all(shown | (x <= _MASKED)) else None
+    return shown if np.all(shown | (x.astype(np.float64) <= _MASKED)) else None
 
 
 def _layouts(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[np.ndarray]:

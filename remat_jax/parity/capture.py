@@ -12,6 +12,7 @@ import numpy as np
 
 from remat_jax.identity import ByIdentity
 from remat_jax.parity.align import Distance, shown_norm
+from remat_jax.parity.trees import is_floating
 
 Slot = tuple[str, int]
 """Identifies an array of a call: its role ("input", "output" or "state") and its index among the arrays of that role."""
@@ -36,8 +37,12 @@ class CallArray:
     name: str = ""
     cotangent: np.ndarray | None = None
 
+    def __post_init__(self) -> None:
+        self.value = as_numbers(self.value)
+
     def add_cotangent(self, cotangent: np.ndarray) -> None:
         """Add a cotangent that arrived at the array."""
+        cotangent = as_numbers(cotangent)
         self.cotangent = cotangent if self.cotangent is None else self.cotangent + cotangent
 
 
@@ -57,6 +62,7 @@ class ModuleCall:
         instance: the `Instance` of a Flax call.
         changed: role → distance between an array and its recomputed value, for the role's first array that differs; a role
             whose arrays all agree is absent.
+        padding_idx: the index whose outputs of an embedding get no gradient in PyTorch; None if there is none.
     """
 
     path: str
@@ -69,6 +75,15 @@ class ModuleCall:
     arrays: dict[Slot, CallArray] = field(default_factory=dict)
     instance: Instance = (-1, ())
     changed: dict[str, Distance] = field(default_factory=dict)
+    padding_idx: int | None = None
+
+    @property
+    def padding(self) -> np.ndarray | None:
+        """Where an embedding's input is `padding_idx`; None if it is nowhere."""
+        if self.padding_idx is None or not self.inputs or not self.outputs:
+            return None
+        is_padding = self.inputs[0] == self.padding_idx
+        return is_padding if is_padding.any() and is_padding.shape == self.outputs[0].shape[:-1] else None
 
     @property
     def name(self) -> str:
@@ -227,6 +242,11 @@ def probed(outputs: Sequence[Any], as_array: Callable[..., Any]) -> Any:
     """
     weights = (np.random.default_rng(number).normal(size=tuple(x.shape)) for number, x in enumerate(outputs))
     return sum(((x * as_array(weight, dtype=x.dtype)).sum() for x, weight in zip(outputs, weights, strict=True)), as_array(0.0))
+
+
+def as_numbers(array: np.ndarray) -> np.ndarray:
+    """The array; an array of bfloat16 or float8, which NumPy does not count as floating-point numbers, becomes float32."""
+    return array.astype(np.float32) if array.dtype.kind == "V" and is_floating(array) else array
 
 
 def in_float64(value: Any) -> np.ndarray:

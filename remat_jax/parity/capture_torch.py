@@ -7,8 +7,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from remat_jax.identity import ByIdentity
 from remat_jax.parity.capture import (
     LOSS,
@@ -63,13 +61,6 @@ class _HookedCall(ModuleCall):
     has_graph: bool = False
     aliases: ByIdentity[None] = field(default_factory=ByIdentity)
 
-    def forget_padding(self) -> None:
-        """Zero an embedding's output cotangents at `padding_idx`: PyTorch ignores them, and Flax has zeros there."""
-        padding, output = getattr(self.module, "padding_idx", None), self.arrays.get(("output", 0))
-        if padding is not None and output and output.cotangent is not None:
-            is_padding = (self.inputs[0] == padding)[..., None]
-            output.cotangent = np.where(is_padding, 0, output.cotangent)
-
 
 class _Recorder:
     def __init__(self, paths: Mapping[Any, str]) -> None:
@@ -106,7 +97,8 @@ class _Recorder:
     def run_loss(self, loss: Loss, outputs: Any) -> Any:
         """The loss of a model's outputs, recorded like a module that follows the model."""
         self.loss = self._begin(loss, LOSS)
-        return self._tap(loss(self._tap(outputs, self.loss, "input")), self.loss, "output")
+        tapped = self._tap(outputs, self.loss, "input", fields(outputs).items())
+        return self._tap(loss(tapped), self.loss, "output")
 
     def _begin(self, module: Any, path: str) -> _HookedCall:
         self.begun += 1
@@ -167,7 +159,7 @@ class _Recorder:
         places = ByIdentity((call, place) for place, call in enumerate(self.calls))
         for call in self.calls:
             call.parent = places.get(call.caller)
-            call.forget_padding()
+            call.padding_idx = getattr(call.module, "padding_idx", None)
             parameters = call.module.named_parameters(recurse=False)
             call.gradients = {name: as_numpy(parameter.grad) for name, parameter in parameters if parameter.grad is not None}
         return Trace(tuple(self.calls), loss=self.loss)

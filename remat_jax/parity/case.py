@@ -11,7 +11,6 @@ from typing import Any
 import flax.linen as nn
 import numpy as np
 from flax import nnx
-from flax.errors import InvalidRngError
 
 from remat_jax.errors import ArgumentError, RematError, UnsupportedError, described
 from remat_jax.parity.optimizers import Optimizer, OptimizerPair, as_optimizer
@@ -20,6 +19,7 @@ from remat_jax.parity.trees import is_floating
 from remat_jax.policy import Policy, as_policy
 from remat_jax.porting import Rules, as_rules
 from remat_jax.porting.auto.pair import call_hint, wrapper_text
+from remat_jax.porting.foreign import as_flax, on_the_model
 from remat_jax.porting.tensors import as_numpy, is_torch
 
 Arrays = dict[str, np.ndarray]
@@ -90,12 +90,15 @@ class Inputs:
 
 @dataclass
 class Case:
-    """The arguments of `compare`, which documents them and their errors. The constructor checks them and runs no model."""
+    """The arguments of `compare`, which documents them and their errors. The constructor checks them and runs no model.
+
+    `auto` is whether a weight map is proposed for the tensors that `rules` do not match.
+    """
 
     torch_module: Any
     flax_module: Any
     inputs: Inputs
-    rules: Rules | None
+    rules: Rules
     variables: Any
     loss: tuple[Call, Call] | None
     torch_blocks: tuple[type, ...] | None
@@ -107,10 +110,12 @@ class Case:
     torch_call: Any
     flax_call: Any
     excite: bool
-    keep_float64: bool
+    keep_float64: bool | None
+    auto: bool = field(init=False)
 
     def __post_init__(self) -> None:
         require_torch()
+        self.flax_module = as_flax(self.flax_module)
         module, flax = self.torch_module, self.flax_module
         if not _is_module(module) and (_is_flax(module) or not _is_function(module)):
             raise ArgumentError(f"torch_module={_short(module)}: expected a torch.nn.Module, or a function that builds one")
@@ -118,10 +123,11 @@ class Case:
             raise ArgumentError(wrapped)
         if not _is_flax(flax) and (_is_module(flax) or not _is_function(flax)):
             raise ArgumentError(
-                f"flax_module={_short(flax)}: expected a Linen or NNX module, or a function of a dtype that makes one"
+                f"flax_module={_short(flax)}: expected a module of Linen, NNX, Equinox or Haiku, or a function of a dtype that "
+                "makes one"
             )
         self.inputs = Inputs.of(self.inputs)
-        self.rules = None if isinstance(self.rules, str) and self.rules.strip() == "auto" else as_rules(self.rules)
+        self.rules, self.auto = _rules(self.rules)
         self.loss = _losses(self.loss)
         self.torch_blocks = _torch_blocks(self.torch_blocks)
         self.modes = _modes(self.modes)
@@ -129,7 +135,7 @@ class Case:
         self.steps = _steps(self.steps)
         self.dtypes = _dtypes(self.dtypes)
         self.torch_call = self.torch_call or operator.call
-        self.flax_call = self.flax_call or operator.call
+        self.flax_call = on_the_model(self.flax_call or operator.call)
 
     @property
     def builds(self) -> bool:
@@ -151,10 +157,10 @@ class Case:
         if _is_flax(self.flax_module):
             return self.flax_module
         with running(f"flax_module({dtype!r})", "made"):
-            made = self.flax_module(dtype)
+            made = as_flax(self.flax_module(dtype))
         if not _is_flax(made):
             raise ArgumentError(
-                f"flax_module({dtype!r}) gave a {type(made).__name__}: expected a Linen or NNX module; "
+                f"flax_module({dtype!r}) gave a {type(made).__name__}: expected a module of Linen, NNX, Equinox or Haiku; "
                 "a function for flax_module takes a dtype's name and makes the model"
             )
         return made
@@ -164,6 +170,12 @@ class Case:
         mutable = [name for name in variables if name != "params"]
         return nn.apply(self.flax_call, module, mutable=mutable)(variables, *args, **kwargs)
 
+    def traced_call(self, module: Any) -> Call:
+        """The user's `flax_call`; for a Linen module, a function that takes the module, its variables and the inputs."""
+        if not isinstance(module, nn.Module):
+            return self.flax_call
+        return lambda module, variables, *args, **kwargs: self.apply_linen(module, variables, args, kwargs)[0]
+
     def by_name(self, call: Call) -> Call:
         """`call` as a function of a model and the input arrays (keywords); the inputs that are not arrays are added."""
 
@@ -172,6 +184,12 @@ class Case:
             return call(model, *args, **kwargs)
 
         return run
+
+
+def arguments(case: Case, arrays: Mapping[str, Any]) -> Any:
+    """The arguments of a model's call: a tuple, or a dictionary of keywords."""
+    args, kwargs = case.inputs.arguments(arrays)
+    return kwargs or args
 
 
 def require_torch() -> None:
@@ -190,11 +208,7 @@ def running(argument: str, what: str = RUN) -> Iterator[None]:
     except RematError:
         raise
     except Exception as error:
-        hint = ""
-        if isinstance(error, InvalidRngError):
-            hint = "; random results cannot be compared: make the model deterministic instead of giving it random keys"
-        if what == RUN:
-            hint += call_hint(argument, error)
+        hint = call_hint(argument, error) if what == RUN else ""
         raise ArgumentError(f"{argument} cannot be {what}: {described(error)}{hint}") from error
 
 
@@ -210,6 +224,16 @@ def _is_flax(value: Any) -> bool:
 
 def _is_function(value: Any) -> bool:
     return callable(value) and not isinstance(value, type)
+
+
+def _rules(rules: Any) -> tuple[Rules, bool]:
+    """The given rules, and whether "auto" is among them, as a line of a text or an item of a sequence."""
+    items = rules.splitlines() if isinstance(rules, str) else rules
+    if not isinstance(items, list | tuple):
+        return as_rules(rules), False
+    others = [item for item in items if not (isinstance(item, str) and item.strip() == "auto")]
+    texts = all(isinstance(item, str) for item in others)
+    return as_rules("\n".join(others) if texts else others), len(others) < len(items)
 
 
 def _losses(loss: Any) -> tuple[Call, Call] | None:

@@ -14,6 +14,7 @@ from remat_jax.parity.report_data import Check, TensorRow
 from remat_jax.parity.rule import Tensors, float64_errors, global_norm, judge, norm, problem_of
 from remat_jax.parity.tolerances import TOLERANCES
 from remat_jax.parity.trees import is_floating
+from remat_jax.porting.auto.propose import Proposal
 
 _FULL = (None, "highest", "float32")
 _NAMED = 6
@@ -100,6 +101,13 @@ def _large(reference: Tensors, yardstick: Tensors, dtype: str) -> set[str]:
         return {name for name, x in reference.items() if norm(x) > 2 * limit}
     rows = judge(reference, yardstick, yardstick, dtype)
     return {row.name for row in rows if row.name in reference and norm(reference[row.name]) > 2 * row.bound}
+
+
+def map_check(proposal: Proposal) -> Check:
+    """Check that the weight map is proven, and does not exchange equal names."""
+    wrong = proposal.problem or proposal.crossing_text or ""
+    found = wrong or "found from names and shapes, and proved by running both models"
+    return Check("weight map", not wrong, "; ".join((found, *proposal.notes)))
 
 
 def precision_check() -> Check:

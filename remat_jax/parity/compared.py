@@ -73,6 +73,12 @@ class TensorPair:
         return Divergence(self.torch.name, self.flax.name, what, apart.error, apart.reference, note)
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether the module's outputs have cotangents in PyTorch, and none in Flax, where it stops their gradients."""
+        theirs = [x for x in self.torch.output_cotangents if x is not None]
+        return any(map(np.any, theirs)) and not any(x is not None for x in self.flax.output_cotangents)
+
+    @property
     def is_cut_otherwise(self) -> bool:
         """Whether the output cotangent differs, but without effect on the input cotangents and parameter gradients."""
         made = {**self.distances["input cotangent"], **self.distances["gradient"]}
@@ -138,9 +144,18 @@ def _distances(
             values[label] = distance(theirs.value, ours.value)
             # A cotangent that exists in only one framework is ignored: the array may be constant or frozen in the other.
             if theirs.cotangent is not None and ours.cotangent is not None:
-                cotangents[f"gradient of {label}"] = distance(theirs.cotangent, ours.cotangent)
+                padding = torch.padding if role == "output" else None
+                both = [_without(padding, cotangent) for cotangent in (theirs.cotangent, ours.cotangent)]
+                cotangents[f"gradient of {label}"] = distance(*both)
         distances |= {role: values, f"{role} cotangent": cotangents}
     return distances
+
+
+def _without(padding: np.ndarray | None, cotangent: np.ndarray) -> np.ndarray:
+    """The cotangent of an embedding's output, with zeros at the padding index, where PyTorch ignores it."""
+    if padding is None or cotangent.shape[:-1] != padding.shape:
+        return cotangent
+    return np.where(padding[..., None], 0, cotangent)
 
 
 def pairs_of(role: str, torch: ModuleCall, flax: ModuleCall) -> list[tuple[int, int]]:
@@ -249,6 +264,8 @@ def first_backward(pairs: Sequence[TensorPair], *, forward_agrees: bool) -> Dive
         if pair.flax.stale:
             return pair.divergence("recomputed output", pair.flax.stale)
         wrong = pair.bad("input cotangent") or pair.bad("gradient")
+        if wrong and pair.is_stopped:
+            return pair.divergence(*wrong, "in Flax, its output has no gradient")
         if wrong and pair.distances["output cotangent"] and not pair.bad("output cotangent"):
             return pair.divergence(*wrong)
     if not (forward_agrees and any(pair.bad("gradient") or pair.bad("input cotangent") for pair in pairs)):

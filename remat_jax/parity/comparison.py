@@ -28,7 +28,7 @@ def compare(
     torch_call: Callable[..., Any] | None = None,
     flax_call: Callable[..., Any] | None = None,
     excite: bool = True,
-    keep_float64: bool = False,
+    keep_float64: bool | None = None,
     memory: bool = True,
     target: str | None = None,
     progress: Tell | None = None,
@@ -44,23 +44,27 @@ def compare(
     Args:
         torch_module: the PyTorch model, set to training or evaluation mode, or a function that builds it. With a function,
             tables that the constructor computes in float32, such as rotary frequencies, are computed in float64.
-        flax_module: a Linen or NNX module, or a function from a dtype's name to the module.
+        flax_module: a module of Linen, NNX, Equinox or Haiku (`haiku.transform`), or a function from a dtype's name to the
+            module. A callable pytree, such as an Equinox module, is mapped over the first axis if it takes single examples.
         inputs: arrays or tensors for both models: a tuple of arguments, or a dictionary of keywords.
-        rules: the weight map (`remat_jax.porting`); `"auto"` proposes and proves a map.
+        rules: the weight map (`remat_jax.porting`); `"auto"` proposes and proves a map. `"auto"` as a line, or as an item of a
+            sequence, proposes rules for what the other rules leave open. If no map is proven, the report does not pass, and
+            compares under the map that names suggest.
         variables: a Linen module's variables. They are needed if `init` cannot make them, or if a `missing:` line of `rules`
             names arrays that no PyTorch tensor fills; these arrays keep the values given here.
         loss: a function from the output to a scalar that works in both frameworks, or a pair of functions, PyTorch's first.
             The default is the squared distance of every floating-point output from random numbers.
         torch_blocks, flax_blocks: the classes to checkpoint. By default the class of each outermost `ModuleList` or
             `Sequential` of two or more modules of one class, and the Flax classes that contain these modules' weights.
-        modes: `off`, `checkpoint`, `offload`, or any policy's name or text.
+        modes: `off`, `checkpoint`, `offload`, or any policy's name or text. Without blocks only `off` is compared.
         optimizer: `sgd`, `adam`, `adamw`, an `Optimizer`, or a pair: a function from PyTorch's parameters to its
             optimizer, and an optax transformation.
         dtypes: `float64` and the working dtypes: float32, bfloat16, float16.
         steps: the number of training steps with the optimizer.
         torch_call, flax_call: run a model by `call(model, *inputs)` instead of `model(*inputs)`.
         excite: add noise to constant parameters and running statistics in both models: biases of 0, for example, hide faults.
-        keep_float64: in float64 runs, prevent the Flax model's own casts to float32; by default, such a cast fails the report.
+        keep_float64: in float64 runs, prevent the Flax model's own casts to float32. By default this is on if float32 is
+            hard-coded in the model; a narrower dtype, or a narrow `dtype` of some modules only, fails the report.
         memory: report the residuals and the peak memory of both frameworks.
         target: compile the JAX step for this target to report its peak memory there; slow. Implies `memory`.
         progress: called when a stage begins, as `progress(stage's name, number of finished stages, number of all stages)`.

@@ -1,92 +1,12 @@
-"""Compile options for the steps of a comparison; a jaxpr's unread inputs, and its casts from float64."""
+"""Compile options for the steps of a comparison."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from remat_jax import compat
-from remat_jax.core.walk import bodies, variables
-from remat_jax.parity.trees import is_floating
 
 
 def compile_options(dtype: str) -> dict[str, Any]:
     """XLA options: quick compilation for float64, where rounding does not matter; otherwise none, as in the user's runs."""
     return compat.quick_compile_options() if dtype == "float64" else {}
-
-
-def unread_inputs(jaxpr: Any) -> list[bool]:
-    """For each input of a closed jaxpr, whether dead-code elimination finds that no result depends on it.
-
-    >>> import jax
-    >>> unread_inputs(jax.make_jaxpr(lambda x, y, z: x + 0 * jax.jit(lambda x, y: y)(z, y))(1.0, 1.0, 1.0))
-    [False, False, True]
-    """
-    read = set(compat.dce(jaxpr, keep_inputs=False).jaxpr.invars)
-    return [var not in read for var in jaxpr.jaxpr.invars]
-
-
-def down_casts(jaxpr: Any) -> list[str]:
-    """A text for each cast from float64 on which a floating-point result depends: the dtypes and the name stack.
-
-    A cast whose value then becomes an integer or a boolean, such as a position's bucket, is not listed: a wrong bucket shows in
-    the compared results.
-
-    >>> import jax
-    >>> def bucket(x):
-    ...     return x[jax.numpy.log2(x.astype("float32")).astype(int)]
-    >>> with jax.enable_x64(True):
-    ...     down_casts(jax.make_jaxpr(jax.jit(lambda x: x.astype("float32").sum()))(jnp.ones(2, "float64")))
-    ...     down_casts(jax.make_jaxpr(bucket)(jnp.ones(2, "float64")))
-    ['float64 to float32']
-    []
-    """
-    casts: dict[str, None] = {}
-    _needed(jaxpr, [True] * len(jaxpr.jaxpr.outvars), casts)
-    return list(casts)
-
-
-def _needed(jaxpr: Any, results: Sequence[bool], casts: dict[str, None]) -> list[bool]:
-    """For each argument, whether outputs marked in `results` depend on it through floating-point arrays.
-
-    The casts from float64 on these paths are added to `casts`.
-    """
-    needed = {var for var, yes in zip(jaxpr.jaxpr.outvars, results, strict=True) if yes and is_floating(var.aval)}
-    for eqn in reversed(jaxpr.jaxpr.eqns):
-        which = [var in needed for var in eqn.outvars]
-        if not any(which):
-            continue
-        if eqn.primitive.name == "convert_element_type":
-            before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-            if before == jnp.float64 and after != before:
-                where = _place(str(eqn.source_info.name_stack))
-                casts[f"float64 to {after}" + (f" in {where}" if where else "")] = None
-        needed |= {var for var in variables(_inputs(eqn, which, casts)) if is_floating(var.aval)}
-    return [var in needed for var in jaxpr.jaxpr.invars]
-
-
-def _inputs(eqn: Any, which: list[bool], casts: dict[str, None]) -> list[Any]:
-    """The inputs on which the outputs of an equation marked in `which` depend; all inputs if the equation has no body."""
-    inside = bodies(eqn)
-    if not inside:
-        return list(eqn.invars)
-    if eqn.primitive.name in ("scan", "while"):  # in the next iteration, a carry may depend on every other carry
-        which = [True] * len(which)
-    inputs = set[int]()
-    for body in inside:
-        same = len(body.jaxpr.outvars) == len(which)
-        used = _needed(body, which if same else [True] * len(body.jaxpr.outvars), casts)
-        skipped = len(eqn.invars) - len(used)  # the branches of a cond do not take its index
-        fits = same and skipped >= 0
-        inputs |= {place + skipped for place, yes in enumerate(used) if yes} if fits else {*range(len(eqn.invars))}
-    return [eqn.invars[place] for place in inputs]
-
-
-def _place(names: str) -> str:
-    """A name stack without transformations, so that an operation has the same name in both passes."""
-    while (plain := re.sub(r"\b(?:jvp|transpose|vmap)\(([^()]*)\)", r"\1", names)) != names:
-        names = plain
-    return names

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import numpy as np
 
 from remat_jax.errors import RematError
 from remat_jax.parity.capture_flax import TracedPass, trace_step
 from remat_jax.parity.capture_torch import capture_torch
-from remat_jax.parity.case import Case, running
+from remat_jax.parity.case import Case, arguments, running
 from remat_jax.parity.flax_side import arrays_in, shapes_in
-from remat_jax.parity.localise import first_divergences
+from remat_jax.parity.localise import Divergences, first_divergences
 from remat_jax.parity.masks import FAR, flax_masks, opposed, torch_masks
 from remat_jax.parity.report_data import Check
 from remat_jax.parity.semantics import Difference, step_differences
@@ -34,44 +33,40 @@ _DRAWS = 4
 """The number of random sets of weights that are tried if gradients are 0 with the model's own weights."""
 
 
-def _flax_call(case: Case, module: Any) -> Callable[..., Any]:
-    """The user's `flax_call`; for a Linen module, a function that takes the module, its variables and the inputs."""
-    if not isinstance(module, nn.Module):
-        return case.flax_call
-    return lambda module, variables, *args, **kwargs: case.apply_linen(module, variables, args, kwargs)[0]
-
-
-def _arguments(case: Case, arrays: Any) -> Any:
-    args, kwargs = case.inputs.arguments(arrays)
-    return kwargs or args
-
-
 # Settings.
 
 
-def settings(case: Case, structure: Callable[[str], tuple[Any, Any]]) -> tuple[tuple[dict[str, Any], ...], Check]:
-    """The settings that differ, as plain data, and a check that lists them; both models are read in PyTorch's dtype.
-
-    The check always passes, because only the comparison of tensors decides whether a setting matters.
-    """
+def settings(case: Case, structure: Callable[[str], tuple[Any, Any]]) -> tuple[list[Difference], str]:
+    """The settings that differ, read in PyTorch's dtype, and the reason why the modules could not be read, or ""."""
     model = case.torch()
     dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()), "float32")
-    differing, texts = _precision(), list[str]()
+    differing = _precision()
     try:
         with jax.enable_x64(dtype == "float64"):
             variables, module = Variables(structure(dtype)[1]), case.flax(dtype)
             # The comparison casts the variables, so a difference in their original dtype is not reported.
             shapes = variables.rebuild(shapes_in(dtype, variables.leaves))
-            inputs = _arguments(case, arrays_in(case, dtype))
+            inputs = arguments(case, arrays_in(case, dtype))
             with running("flax_module"):
-                step = trace_step(module, shapes, inputs, call=_flax_call(case, module), backward=False)
+                step = trace_step(module, shapes, inputs, call=case.traced_call(module), backward=False)
             differing += [*step_differences(model, step), *_masks(case, model, dtype, step)]
     except RematError as error:
-        texts.append(f"the modules could not be read: {error}")
+        return differing, f"the modules could not be read: {error}"
+    # A comparison refuses active dropout, and without dropout its rate has no effect.
+    return [each for each in differing if each.what != "dropout rates"], ""
+
+
+def settings_check(differing: Sequence[Difference], problem: str) -> Check:
+    """A check that lists settings; it always passes, because only the tensors decide whether a setting matters."""
+    texts = [problem] if problem else []
     texts += map(str, differing[:_NAMED])
     texts += [f"and {len(differing) - _NAMED} more"] if len(differing) > _NAMED else []
-    data = tuple({**asdict(each), "torch": str(each.torch), "flax": str(each.flax)} for each in differing)
-    return data, Check("settings", True, "; ".join(texts) or "no setting that modules state differs")
+    return Check("settings", True, "; ".join(texts) or "no setting that modules state differs")
+
+
+def without_effect(difference: Difference, agreeing: Collection[str]) -> bool:
+    """Whether a setting has no effect: padding that another operation makes up for, in a module whose outputs agree."""
+    return difference.what == "padding" and difference.path in agreeing
 
 
 def _precision() -> list[Difference]:
@@ -126,33 +121,43 @@ def _shows(array: Any) -> int | None:
 # The first module that differs.
 
 
+class Explanation(NamedTuple):
+    """The first module that differs in each pass.
+
+    Attributes:
+        divergences: `forward` and `backward` → a `Divergence` as a dict, or None if no module differs.
+        found: the result of `first_divergences`; None if it raised an error.
+        checks: the failed checks.
+    """
+
+    divergences: dict[str, Any]
+    found: Divergences | None
+    checks: list[Check]
+
+
 def first_difference(
     case: Case, torch_model: Any, variables: Any, rules: Any, transform: Callable[..., Any] | None
-) -> tuple[dict[str, Any], tuple[str, ...], list[Check]]:
-    """Find the first module that differs in each pass; the Flax model runs in the mode that `transform` applies (None: `off`).
-
-    Returns a dict from `forward` and `backward` to a `Divergence` as a dict, or to None if no module differs; the paths of the
-    Flax modules that cannot be observed; and the failed checks.
-    """
+) -> Explanation:
+    """Find the first module that differs in each pass; `transform` applies the Flax model's mode (None: `off`)."""
     module = case.flax("float64")
     try:
-        result = first_divergences(
+        found = first_divergences(
             torch_model,
             module,
             variables,
-            _arguments(case, case.inputs.arrays),
+            arguments(case, case.inputs.arrays),
             loss=case.loss,
             torch_call=case.torch_call,
-            flax_call=_flax_call(case, module),
+            flax_call=case.traced_call(module),
             transform=transform,
             rules=rules,
         )
     except RematError as error:
-        return {}, (), [Check("first difference", False, f"not found: {error}")]
-    by_pass = {"forward": result.forward, "backward": result.backward}
+        return Explanation({}, None, [Check("first difference", False, f"not found: {error}")])
+    by_pass = {"forward": found.forward, "backward": found.backward}
     divergences = {direction: first and asdict(first) for direction, first in by_pass.items()}
-    stale = f"{', '.join(result.stale)}: a checkpoint recomputed values that differ from those of its forward pass"
-    return divergences, result.hidden, [Check("recomputation", False, stale)] if result.stale else []
+    stale = f"{', '.join(found.stale)}: a checkpoint recomputed values that differ from those of its forward pass"
+    return Explanation(divergences, found, [Check("recomputation", False, stale)] if found.stale else [])
 
 
 def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
@@ -161,7 +166,7 @@ def computed_otherwise(case: Case, torch: TorchSide, mode: str) -> str:
     If the modules cannot be found, the text gives the reason.
     """
     try:
-        model, inputs = torch.make("float64"), _arguments(case, case.inputs.arrays)
+        model, inputs = torch.make("float64"), arguments(case, case.inputs.arrays)
         with keep_float64(), torch.in_mode(model, mode), running("torch_module"):
             trace = capture_torch(model, inputs, case.loss and case.loss[0], call=case.torch_call)
     except RematError as error:

@@ -22,10 +22,11 @@ from remat_jax.errors import ArgumentError
 from remat_jax.memory.measure import measure
 from remat_jax.memory.residuals import ResidualTable, residuals
 from remat_jax.parity.case import Arrays, Case, Run, running
-from remat_jax.parity.compiling import compile_options, down_casts, unread_inputs
+from remat_jax.parity.compiling import compile_options
 from remat_jax.parity.trees import default_loss, is_floating, named_outputs, same_names
 from remat_jax.porting import Rules, from_torch, gradients_to_torch
-from remat_jax.porting.float64 import FLOAT32_REMEDY
+from remat_jax.porting.dataflow import down_casts, unread_inputs
+from remat_jax.porting.float64 import FLOAT32_REMEDY, in_any_width
 from remat_jax.porting.links import links_of_places
 from remat_jax.porting.variables import Variables
 from remat_jax.warning import silenced
@@ -46,8 +47,12 @@ def structure(case: Case, dtype: str) -> tuple[Any, Any]:
         return nn.init(case.flax_call, module)(jax.random.key(0), *args, **kwargs)
 
     init_of_arrays, arrays = of_arrays(init, *case.inputs.arguments(arrays_in(case, dtype)))
-    with running("flax_module"):
-        return module, jax.eval_shape(init_of_arrays, *arrays)
+
+    def shapes() -> Any:
+        with running("flax_module"):
+            return jax.eval_shape(init_of_arrays, *arrays)
+
+    return module, in_any_width(shapes)
 
 
 def arrays_in(case: Case, dtype: str) -> Arrays:
@@ -64,7 +69,7 @@ class FlaxSide:
         sources: the path of a variable → the names of the PyTorch tensors that fill it.
         trained: the paths of the variables trained in both frameworks, except those that `set_aside` excluded.
         blocks: the classes to checkpoint; empty if there are none.
-        down_casts: a text for each cast from float64 in the float64 step of mode `off` (`compiling.down_casts`); empty until
+        down_casts: a text for each cast from float64 in the float64 step of mode `off` (`dataflow.down_casts`); empty until
             that step is compiled.
     """
 
@@ -99,8 +104,19 @@ class FlaxSide:
 
     def weights(self, state_dict: Mapping[str, Any], dtype: str) -> Leaves:
         """Flax's variables (path → array) with the values of PyTorch's tensors; floating-point arrays have `dtype`."""
-        filled = Variables(from_torch(state_dict, self._structure(dtype)[1], self.rules, dtype=dtype)).leaves
+        filled = Variables(from_torch(state_dict, self._start(dtype), self.rules, dtype=dtype)).leaves
         return {path: x.astype(dtype) if is_floating(x) else x for path, x in filled.items()}
+
+    def _start(self, dtype: str) -> Any:
+        """The variables before PyTorch's values fill them; a proposed map may leave arrays over, which get random values."""
+        variables = self._variables(dtype)
+        if not self.case.auto:
+            return self._structure(dtype)[1]
+        random, start = np.random.default_rng(7), dict[str, Any]()
+        for path, leaf in variables.leaves.items():
+            is_left_over = self.rules.allows_missing(path) and not hasattr(leaf, "__array__")
+            start[path] = random.normal(size=leaf.shape).astype(leaf.dtype) if is_left_over else leaf
+        return variables.rebuild(start)
 
     def tree(self, weights: Leaves) -> Any:
         """`weights`, path → float64 array, in the structure of the model's variables."""

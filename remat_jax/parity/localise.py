@@ -29,12 +29,14 @@ from remat_jax.parity.compared import (
     noted,
     pairs_of,
 )
-from remat_jax.parity.match import match
+from remat_jax.parity.match import match, pairs_by_weights
+from remat_jax.parity.semantics import Difference
 from remat_jax.parity.tapped import TapVisit
 from remat_jax.parity.trees import is_floating
 from remat_jax.porting import as_numpy, as_rules, gradients_to_torch
 from remat_jax.porting.float64 import keep_float64
-from remat_jax.porting.links import tied_pairs
+from remat_jax.porting.links import links_of_places, tied_pairs
+from remat_jax.porting.variables import Variables
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Divergences:
         unmatched_torch, unmatched_flax: paths of the modules without a counterpart.
         stale: Flax modules whose recomputation in a checkpoint gave another output from equal inputs; innermost first.
         hidden: Flax modules that ran where capture is impossible, such as in a `while` loop.
+        agreeing: Flax modules whose outputs agree.
+        differences: settings that differ, seen by running the models: an embedding's `padding_idx`.
 
     >>> found = Divergences(None, None, (), {"": ""}, (), ())
     >>> found.none, found.matched
@@ -67,6 +71,8 @@ class Divergences:
     unmatched_flax: tuple[str, ...]
     stale: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
+    agreeing: frozenset[str] = frozenset()
+    differences: tuple[Difference, ...] = ()
 
     @property
     def none(self) -> bool:
@@ -131,7 +137,12 @@ def first_divergences(
             step = trace_step(module, wide_variables, arguments, losses[1], call=flax_call, transform=transform)
         ours = read(step)
         _refuse_other_outputs(theirs, ours, probed=loss is None)
-        matched = match(modules(theirs), modules(ours), mapping)
+        by_weights = set[tuple[str, str]]()
+        if rules is not None:
+            shapes = {path: tuple(leaf.shape) for path, leaf in Variables(wide_variables).leaves.items()}
+            called = {call.path for call in ours.calls}
+            by_weights = pairs_by_weights(links_of_places(as_rules(rules), shapes), called)
+        matched = match(modules(theirs), modules(ours), mapping, by_weights)
         calls = compared(theirs, ours, matched, None if rules is None else _under_torch_names(ours.gradients, rules))
         alone = _each_alone(step, theirs, ours, matched, calls) if single_step else ()
     forward = first_forward(calls)
@@ -145,7 +156,16 @@ def first_divergences(
         unmatched_flax=unmatched_flax,
         stale=ours.stale,
         hidden=ours.hidden,
+        agreeing=frozenset(pair.flax.name for pair in calls if pair.distances["output"] and not pair.bad("output")),
+        differences=tuple(_padding_settings(calls)),
     )
+
+
+def _padding_settings(pairs: Sequence[TensorPair]) -> Iterator[Difference]:
+    """The embeddings whose gradients differ although PyTorch ignores the padding's output cotangents."""
+    for pair in pairs:
+        if pair.torch.padding is not None and pair.bad("gradient"):
+            yield Difference(pair.flax.path, "padding_idx", f"{pair.torch.padding_idx} (its row gets no gradient)", None)
 
 
 def _under_torch_names(gradients: Mapping[str, Any], rules: Any) -> dict[str, Any]:

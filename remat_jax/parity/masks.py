@@ -8,7 +8,7 @@ from the traced program, PyTorch's from a forward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -106,14 +106,15 @@ def _as_boolean(fact: Fact) -> Fact:
 
 def _chosen(mask: Fact, otherwise: Fact, chosen: Fact) -> Fact:
     if mask.signs and otherwise.is_far != chosen.is_far:
-        return _signed(mask, shows=otherwise.is_far)
+        # The result is far below 0 where it hides, like an additive mask.
+        return replace(_signed(mask, shows=otherwise.is_far), added=True)
     return Fact(_agreed([otherwise.signs, chosen.signs]))
 
 
 def _multiplied(first: Fact, second: Fact) -> Fact:
     for fact, other in ((first, second), (second, first)):
         if fact.signs and other.value:
-            return fact if other.value > 0 else _signed(fact, shows=False)
+            return fact if other.value > 0 else replace(_signed(fact, shows=False), added=fact.added or other.is_far)
     return Fact(_agreed([first.signs, second.signs]))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from remat_jax.errors import ArgumentError, nearest
+from remat_jax.porting.links import Link
+from remat_jax.porting.pattern import Place
 from remat_jax.reading import read_limited
 
 # Synonyms in module names; a word that maps to "" is ignored.
@@ -36,6 +38,8 @@ _MOVED = 0.75
 """The base score of an uncertain pair; a certain pair has 1. There are three kinds of uncertain pairs: a linear layer and
 a convolution; two modules whose inner layers with weights are the same, and whose inner layers without weights differ; two
 modules that share most of their inner layers with weights, and whose paths have the same words."""
+_LINKED = 2.0
+"""The base score of two leaves whose weights a weight map connects; names that are equal in other pairs count more."""
 _LEAST = 0.35
 """A pair's score is its base score times this number, plus terms for the paths and the order. A pair whose score is not above
 twice this number is dropped. The highest possible score is 2.35."""
@@ -58,12 +62,18 @@ class MatchedModule:
     has_weights: bool = True
 
 
-def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping: Any = None) -> dict[str, str]:
+def match(
+    torch: Sequence[MatchedModule],
+    flax: Sequence[MatchedModule],
+    mapping: Any = None,
+    by_weights: Collection[tuple[str, str]] = (),
+) -> dict[str, str]:
     """PyTorch path → Flax path, one to one; both sequences are in the order of execution.
 
     Leaves are matched first, by type (`sort_of`), size, name and order; then the modules that call the same leaves. `mapping`
     is a dict from PyTorch paths to Flax paths, or the path of a JSON file with such a dict. `mapping` takes precedence; None as
-    a Flax path means that a module has no counterpart.
+    a Flax path means that a module has no counterpart. `by_weights` are the pairs of paths whose weights a weight map connects;
+    they need not have the same type.
 
     Raises:
         ArgumentError: `mapping` contains a path that no module has.
@@ -88,7 +98,10 @@ def match(torch: Sequence[MatchedModule], flax: Sequence[MatchedModule], mapping
         # A leaf of one model, such as an attention module, may have inner modules in the other model, such as projections.
         return not module.is_leaf or sort_of(module.kind) == "other"
 
-    matched |= _assigned(*unmatched(lambda module: module.is_leaf), _same_sort)
+    def is_same_leaf(theirs: MatchedModule, ours: MatchedModule) -> float | None:
+        return _LINKED if (theirs.path, ours.path) in by_weights else _same_sort(theirs, ours)
+
+    matched |= _assigned(*unmatched(lambda module: module.is_leaf), is_same_leaf)
     leaves = [(leaf, other) for leaf in torch if leaf.is_leaf and (other := matched.get(leaf.path)) is not None]
     weighted = [(leaf, other) for leaf, other in leaves if leaf.has_weights]
 
@@ -123,8 +136,35 @@ def _same_sort(module: MatchedModule, other: MatchedModule) -> float | None:
     sorts = {sort_of(module.kind), sort_of(other.kind)}
     if len(sorts) == 1:
         return 1.0
-    # A convolution of single pixels, or of patches that do not overlap, is a linear layer: libraries use either name.
-    return _MOVED if sorts == {"linear", "convolution"} else None
+    # A convolution of single pixels, or of patches that do not overlap, is a linear layer: libraries use either name. The class
+    # of a user's own norm may have any name.
+    is_own = "other" in sorts and module.has_weights and other.has_weights and words(module.path) == words(other.path)
+    return _MOVED if is_own or sorts == {"linear", "convolution"} else None
+
+
+def pairs_by_weights(links: Mapping[Place, Link], flax: Collection[str]) -> set[tuple[str, str]]:
+    """(PyTorch path, Flax path) of the modules whose own weights are each other's by a weight map; `flax` are called paths."""
+    called = {_with_index(path): path for path in flax}
+    partners: dict[str, set[str]] = {}
+    owners: dict[str, set[str]] = {}
+    for place, link in links.items():
+        parts = place.path.split("/")[1:-1]
+        numbers = "".join(f"_{number}" for number in place.index if number is not None)
+        # In a stack of layers, the trace has the layer's number behind one of the parts of the path.
+        names = ["/".join((*parts[:depth], parts[depth] + numbers, *parts[depth + 1 :])) for depth in range(len(parts))]
+        ours = next((called[name] for name in names if name in called), None)
+        if ours is not None:
+            theirs = {name.rpartition(".")[0].replace(".", "/") for name in link.torch}
+            owners.setdefault(ours, set()).update(theirs)
+            for path in theirs:
+                partners.setdefault(path, set()).add(ours)
+    single = [(path, *found) for path, found in partners.items() if len(found) == 1]
+    return {(path, ours) for path, ours in single if len(owners[ours]) == 1}
+
+
+def _with_index(path: str) -> str:
+    """A path in which a number is appended to the name before it: `layers_0`, as in the paths of variables."""
+    return re.sub(r"/(\d+)(?=/|$)", r"_\1", path)
 
 
 def read_mapping(mapping: Any, torch: Sequence[MatchedModule], flax: Sequence[MatchedModule]) -> dict[str, str | None]:

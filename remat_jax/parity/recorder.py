@@ -61,7 +61,8 @@ class Recorder:
 
     def run(self, module: Any, path: tuple[str, ...], call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`call(*args, **kwargs)` with taps on its input and output arrays."""
-        number, record = len(self.calls), RecordedTrace(path, module, self.running[-1] if self.running else None)
+        number, around = len(self.calls), self.running[-1] if self.running else None
+        record = RecordedTrace(path, module, around)
         self.calls.append(record)
         self.running.append(number)
         try:
@@ -80,7 +81,7 @@ class Recorder:
         """The loss of a model's outputs, tapped like a module that follows the model."""
         self.loss = len(self.calls)
         self.calls.append(RecordedTrace((LOSS,), loss, None))
-        return self._tap(self.loss, "output", loss(self._tap(self.loss, "input", outputs)))
+        return self._tap(self.loss, "output", loss(self._tap(self.loss, "input", outputs, fields(outputs).items())))
 
     def _tap(self, number: int, role: str, values: Any, named: Iterable[tuple[str, Any]] = ()) -> Any:
         """`values` with taps; an array that occurs several times has only one tap and one cotangent."""

@@ -28,6 +28,9 @@ from remat_jax.report.tables import format_bytes, format_error, format_ratio, re
 _SHOWN, _SHOWN_ALONE = 60, 6
 """The largest number of printed rows: of tensors, and of unpaired residuals per mode. `to_dict` and the page have all rows."""
 
+_NAMED = 4
+"""The largest number of groups of exchanged names in the verdict."""
+
 
 @dataclass(frozen=True)
 class ParityReport:
@@ -45,6 +48,9 @@ class ParityReport:
         differences: the settings in which the models differ, such as an epsilon; they do not fail the report by themselves.
         torch, flax: the names of the compared models.
         rules: the weight map, as text.
+        weight_map: `given`; `proven`; `not proven` (no map makes the models agree, and `rules` is the map that names suggest);
+            or `crosses names` (the models agree only if equal names are exchanged, and `rules` is the map of equal names).
+        crossed: the groups of modules with exchanged names, such as "gate and up".
         modes, dtypes, optimizer: the arguments of the comparison.
 
     >>> from remat_jax.parity.report_data import Check, TensorRow
@@ -69,6 +75,8 @@ class ParityReport:
     hidden: tuple[str, ...] = ()
     differences: tuple[dict[str, Any], ...] = ()
     kept_alone: tuple[KeptAlone, ...] = ()
+    weight_map: str = "given"
+    crossed: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -90,13 +98,22 @@ class ParityReport:
         """One sentence: whether the comparison passed, and if not, why."""
         if self.passed:
             return f"PASSED: {self.flax} computes what {self.torch} computes, {len(self.rows)} tensors"
-        checks = [check.name for check in self.checks if not check.passed]
+        checks = [check.name for check in self.checks if not check.passed and check.name != "weight map"]
+        wrong = f"{len(self.failed_rows)} of {len(self.rows)} tensors" if self.failed_rows else ""
         if not self.proves:
             others = [name for name in checks if not name.startswith("planted")]
             see = f"; see {', '.join(others)}" if others else ""
-            return f"NOT PASSED: a planted fault was not found, so this comparison proves nothing{see}"
-        failed = f"{len(self.failed_rows)} of {len(self.rows)} tensors" if self.failed_rows else ""
-        return f"NOT PASSED: {', '.join(filter(None, (failed, *checks)))}"
+            wrong = f"a planted fault was not found, so this comparison proves nothing{see}"
+        elif checks:
+            wrong = ", ".join(filter(None, (wrong, *checks)))
+        return f"NOT PASSED: {': '.join(filter(None, (self._map_text(), wrong or 'all tensors agree')))}"
+
+    def _map_text(self) -> str:
+        """What is wrong with the weight map; "" if nothing is."""
+        if self.weight_map == "crosses names":
+            groups = ", ".join(self.crossed[:_NAMED]) + (", …" if len(self.crossed) > _NAMED else "")
+            return f"the models agree only if equal names are exchanged ({groups}); under the map of equal names"
+        return "the weight map is not proven; under the map that names suggest" if self.weight_map == "not proven" else ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; the keys are the attribute names."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import jax
@@ -14,19 +14,37 @@ import numpy as np
 from remat_jax import porting
 from remat_jax.errors import ArgumentError, PortingError
 from remat_jax.parity.case import Arrays, Case, Run
-from remat_jax.parity.checks import Ledger, gradients_check, losses_check, precision_check, statistics_check, weight_check
-from remat_jax.parity.explain import computed_otherwise, first_difference, settings, with_random_weights
+from remat_jax.parity.checks import (
+    Ledger,
+    gradients_check,
+    losses_check,
+    map_check,
+    precision_check,
+    statistics_check,
+    weight_check,
+)
+from remat_jax.parity.explain import (
+    computed_otherwise,
+    first_difference,
+    settings,
+    settings_check,
+    with_random_weights,
+    without_effect,
+)
 from remat_jax.parity.flax_side import FlaxSide, structure
 from remat_jax.parity.memory import memory_of
 from remat_jax.parity.report import ParityReport
-from remat_jax.parity.report_data import Check, KeptAlone, MemoryRow, difference_text
+from remat_jax.parity.report_data import Check, KeptAlone, MemoryRow
 from remat_jax.parity.rule import float64_errors
+from remat_jax.parity.semantics import Difference
 from remat_jax.parity.tolerances import TOLERANCES
 from remat_jax.parity.torch_side import TorchSide
 from remat_jax.parity.trees import is_floating
+from remat_jax.parity.widening import widening
+from remat_jax.porting.auto.propose import Proposal, search
 from remat_jax.porting.float64 import FLOAT32_REMEDY, keep_jax_float64
-from remat_jax.porting.links import tied_pairs
-from remat_jax.warning import silenced
+from remat_jax.porting.foreign import name_of
+from remat_jax.porting.links import links_of_tensors, tied_pairs
 
 Tell = Callable[[str, int, int], None]
 
@@ -42,18 +60,22 @@ class Comparison:
         self.kept_alone: list[KeptAlone] = []
         self.hidden: tuple[str, ...] = ()
         self._tell, self._done = tell, 0
-        self._total = 3 + len(case.modes) * (len(case.dtypes) + 2)
         self.say("the settings of both models")
-        self.differences, settings_check = settings(case, structure_in)
-        self.checks.append(settings_check)
-        with _precision("float64", case.keep_float64):
-            self.say("the PyTorch model in float64")
+        self.settings, self.unread = settings(case, structure_in)
+        self.checks.append(settings_check(self.settings, self.unread))
+        self.say("the PyTorch model in float64")
+        with _precision("float64"):
             self.torch = TorchSide(case)
-            if case.rules is None:
-                self.say("proposing a weight map")
-            rules = case.rules or self._proposed()
+            case.keep_float64, checks = widening(case, structure_in, torch_narrows=self.torch.narrows)
+            self.checks += checks
+        with _precision("float64", case.keep_float64):
+            self.proposal = self._proposed() if case.auto else None
+            rules = self.proposal.rules if self.proposal else case.rules
             _refuse_parted(self.torch, rules)
+            self._leave_out_modes("PyTorch", self.torch.blocks)
+            self.torch.excite_mapped(links_of_tensors(rules, self.torch.weights))
             self.flax = FlaxSide(case, self.torch, rules, structure_in)
+            self._leave_out_modes("Flax", self.flax.blocks)
             # Training steps need an optimizer.
             self.steps = case.steps if case.optimizer else 0
             exact = self.torch.run("float64", steps=self.steps)
@@ -62,6 +84,19 @@ class Comparison:
             self.reference = self._mapped(exact, "float64", self.before)
             elsewhere = functools.partial(with_random_weights, case, self.torch, self.flax.rules)
             self.checks.append(gradients_check(self.reference, unused, elsewhere))
+
+    @property
+    def _total(self) -> int:
+        return 3 + len(self.case.modes) * (len(self.case.dtypes) + 2)
+
+    def _leave_out_modes(self, side: str, blocks: Any) -> None:
+        """Leave out all modes but `off` if a model has no blocks, and say so; the runs of the other modes raise an error."""
+        modes = [mode for mode in self.case.modes if mode != "off"]
+        if blocks or not modes or "off" not in self.case.modes:
+            return
+        self.case.modes = ("off",)
+        text = f"{', '.join(modes)} left out: the {side} model has no repeated modules that are called; name the classes to "
+        self.checks.append(Check("modes", True, f"{text}checkpoint with torch_blocks and flax_blocks"))
 
     def say(self, what: str) -> None:
         """Report to the progress callback that a stage begins."""
@@ -80,6 +115,8 @@ class Comparison:
         failed = [row for row in rows if row.kind != "update" and not row.passed]
         where = next((mode for mode in self.case.modes if any(row.fails_in(mode) for row in failed)), None)
         divergences = {} if where is None else self.explain(where)
+        if where is None:
+            self._restate([each for each in self.settings if not without_effect(each, [each.path])])
         for row in rows:
             row.flax = ", ".join(path for path, names in self.flax.sources.items() if row.name in names)
         return ParityReport(
@@ -88,14 +125,16 @@ class Comparison:
             memory=tuple(self.memory),
             kept_alone=tuple(self.kept_alone),
             torch=type(self.torch.make("float32") if self.case.builds else self.case.torch_module).__name__,
-            flax=type(self.case.flax("float32")).__name__,
+            flax=name_of(self.case.flax("float32")),
             rules=str(self.flax.rules),
             modes=self.case.modes,
             dtypes=self.case.dtypes,
             optimizer=self.case.optimizer.name if self.case.optimizer else None,
+            weight_map="given" if self.proposal is None else self.proposal.state,
+            crossed=tuple(map(" and ".join, self.proposal.crossed)) if self.proposal else (),
             divergences=divergences,
             hidden=self.hidden,
-            differences=self.differences,
+            differences=tuple({**asdict(each), "torch": str(each.torch), "flax": str(each.flax)} for each in self.settings),
         )
 
     def explain(self, mode: str) -> dict[str, Any]:
@@ -103,15 +142,24 @@ class Comparison:
         self.say("the first module that differs")
         with _precision("float64", self.case.keep_float64):
             model, variables = self.torch.make("float64"), self.flax.tree(self.before)
-            divergences, self.hidden, checks = first_difference(
-                self.case, model, variables, self.flax.rules, self.flax.applied(mode)
-            )
-        self.checks += checks
+            explanation = first_difference(self.case, model, variables, self.flax.rules, self.flax.applied(mode))
+        self.checks += explanation.checks
+        divergences, found = explanation.divergences, explanation.found
+        if found:
+            self.hidden = found.hidden
+            settings = [each for each in self.settings if not without_effect(each, found.agreeing)]
+            self._restate([*settings, *found.differences])
         # `mode` is the first mode in which a tensor differs.
         only = f"only in {mode}" if mode != self.case.modes[0] else ""
         for divergence in filter(None, divergences.values()):
             divergence["note"] = "; ".join(filter(None, (only, divergence["note"])))
         return divergences
+
+    def _restate(self, settings: list[Difference]) -> None:
+        """Replace the settings that differ, and the check that lists them."""
+        before = settings_check(self.settings, self.unread)
+        self.settings = settings
+        self.checks[self.checks.index(before)] = settings_check(settings, self.unread)
 
     def _set_aside(self, exact: Run) -> list[str]:
         """Exclude the weights on which neither framework's results depend, and return their names in PyTorch.
@@ -126,20 +174,23 @@ class Comparison:
             exact.gradients.pop(name)
         return sorted(unused)
 
-    def _proposed(self) -> porting.Rules:
+    def _proposed(self) -> Proposal:
+        self.say("proposing a weight map")
         case = self.case
         try:
-            with silenced():  # no warning about unproven weights: the gradients check reports them
-                return porting.propose(
-                    self.torch.make("float64"),
-                    case.flax_module,
-                    dict(case.inputs.arrays),
-                    variables=case.variables,
-                    torch_call=case.by_name(case.torch_call),
-                    flax_call=case.by_name(case.flax_call),
-                )
+            proposal = search(
+                self.torch.make("float64"),
+                case.flax_module,
+                dict(case.inputs.arrays),
+                variables=case.variables,
+                rules=case.rules,
+                calls=(case.by_name(case.torch_call), case.by_name(case.flax_call)),
+                tell=lambda what: self._tell(f"proposing a weight map: {what}", self._done, self._total),
+            )
+            self.checks.insert(0, map_check(proposal))
+            return proposal
         except PortingError as error:
-            lines = "".join(f"\n  {difference_text(each)}" for each in self.differences)
+            lines = "".join(f"\n  {each}" for each in self.settings)
             hint = f"\nThe settings of the two models differ:{lines}" if lines else ""
             raise PortingError(f"{error}{hint}") from error
 
@@ -165,13 +216,10 @@ class Comparison:
         for kind in ("output", "gradient", "state", "update"):
             reference, candidate, measure = (_tensors(each, kind) for each in (self.reference, run, yardstick))
             if kind == "state":
-                # With checkpoints, PyTorch updates a batch norm's statistics twice, so they are compared only in `off`.
-                if mode != "off":
-                    continue
                 reference, measure = (
                     {path: x for path, x in side.items() if path in candidate} for side in (reference, measure)
                 )
-                if dtype == "float64":
+                if (dtype, mode) == ("float64", self.case.modes[0]):
                     self.checks += statistics_check(self.before, reference, candidate)
             if kind == "update" and dtype != "float64":
                 reference = {path: x + np.asarray(self.before[path]) for path, x in reference.items()}
@@ -205,15 +253,19 @@ class Comparison:
 
     def _mapped(self, run: Run, dtype: str, before: Any) -> Run:
         """A PyTorch run with gradients under the names that the rules use, and with state and updates as Flax arrays."""
-        has_state = len(self.flax.sources) > len(self.flax.trained)
-        state = self.flax.weights(run.state, dtype) if has_state else {}
         after = self.flax.weights(run.after, dtype) if run.after else {}
         return replace(
             run,
             gradients=self._under_rules_names(run.gradients),
-            state={path: np.asarray(x) for path, x in state.items() if path not in self.flax.trained},
+            state=self._mapped_state(run, dtype),
             updates=_updates({path: x for path, x in after.items() if path in self.flax.trained}, before, dtype),
         )
+
+    def _mapped_state(self, run: Run, dtype: str) -> Arrays:
+        """The variables that PyTorch's forward pass wrote, as Flax arrays."""
+        has_state = len(self.flax.sources) > len(self.flax.trained)
+        state = self.flax.weights(run.state, dtype) if has_state else {}
+        return {path: np.asarray(x) for path, x in state.items() if path not in self.flax.trained}
 
     def _under_rules_names(self, gradients: Arrays) -> Arrays:
         renamed = dict(gradients)
@@ -232,6 +284,8 @@ class Comparison:
             run, plain = self.torch.run("float64", mode), self.reference
             errors = _errors(plain.outputs, run.outputs)
             errors |= _errors(plain.gradients, self._under_rules_names(run.gradients))
+            with _precision("float64"):
+                errors |= _errors(plain.state, self._mapped_state(run, "float64"))
             worst = max(errors, key=lambda name: errors[name])
             passed = errors[worst] <= TOLERANCES["float64"].value
             text = f"differs from PyTorch without checkpoints by at most {errors[worst]:.1e}, in {worst}"
@@ -287,7 +341,7 @@ def _refuse_parted(torch: TorchSide, rules: porting.Rules) -> None:
 
 
 @contextlib.contextmanager
-def _precision(dtype: str, widens: bool = False) -> Iterator[None]:
+def _precision(dtype: str, widens: bool | None = False) -> Iterator[None]:
     """Set full matmul precision, unless the user chose another precision; for float64, also enable 64-bit types.
 
     If `widens`, also prevent the Flax model's casts from float64 to float32.

@@ -116,7 +116,8 @@ def torch_facts(module: Any) -> Facts:
         if not module.transposed:
             text = isinstance(module.padding, str)
             pads = module.padding.upper() if text else module.padding
-            facts["padding"] = _padding(pads, module.kernel_size, module.stride, module.dilation)
+            padding = _padding(pads, module.kernel_size, module.stride, module.dilation)
+            facts["padding"] = padding if module.padding_mode == "zeros" else f"{module.padding_mode} {padding}"
     if sort in ("linear", "convolution") or (sort == "norm" and parameters):
         facts["bias"] = "bias" in parameters
     if sort in ("linear", "convolution"):
@@ -175,11 +176,15 @@ def _precision(precision: Any) -> str:
 def _padding(padding: Any, size: Any, strides: Any, dilation: Any) -> Any:
     """The padding as (low, high) pairs.
 
-    A name stays a name if it is "SAME" and the pairs depend on the input's size, or if it is neither "VALID" nor "SAME".
+    A name stays a name if it is "SAME" and the pairs depend on the input's size. Padding other than zeros is a text.
     """
     if padding == "VALID":
         return tuple((0, 0) for _ in size)
     spans = [d * (k - 1) for d, k in zip(dilation, size, strict=True)]
+    if padding == "CAUSAL":
+        return tuple((span, 0) for span in spans)
+    if padding in ("CIRCULAR", "REFLECT"):
+        return f"{padding.lower()} {tuple((span // 2, span - span // 2) for span in spans)}"
     if padding == "SAME" and all(stride == 1 or not span for stride, span in zip(strides, spans, strict=True)):
         return tuple((span // 2, span - span // 2) for span in spans)
     if isinstance(padding, str):

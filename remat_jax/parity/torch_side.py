@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,7 @@ class TorchSide:
         ties: for a parameter with several names, each name that `named_parameters()` omits → the name that it lists.
         blocks, block_paths: the classes to checkpoint, and the paths of their modules.
         shapes: output name → shape.
+        narrows: whether the model casts from float64 to a narrower dtype.
         targets: name of a floating-point output → its target in the default loss.
     """
 
@@ -53,7 +54,8 @@ class TorchSide:
         model = self._copy("float64")
         self.ties = names_of_shared(model)
         if case.excite:
-            _excite(model)
+            statistics = ((n, b) for n, b in model.named_buffers() if n.endswith(("running_mean", "running_var")))
+            _excite((*model.named_parameters(), *statistics))
         self.weights = _copies(model)
         self.trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         wrapped = [name for name in self.trained if name not in self.weights]
@@ -62,13 +64,20 @@ class TorchSide:
                 f"torch_module: its parameter {wrapped[0]!r} has another name in state_dict(), as under checkpoint_wrapper; "
                 "give the model without the wrapper, and let the modes checkpoint it"
             )
-        self.blocks = case.torch_blocks or _repeated(model)
-        self.block_paths = [path for path, module in model.named_modules() if isinstance(module, self.blocks)]
         if not self.trained:
             raise ArgumentError("torch_module: no parameter requires a gradient, so no gradient can be compared")
-        outputs = self._outputs(model)
+        with _called(model) as called:
+            outputs = self._outputs(model)
+        self.blocks = case.torch_blocks or _repeated(model, called)
+        self.block_paths = [path for path, module in model.named_modules() if isinstance(module, self.blocks)]
         self.shapes = {name: tuple(x.shape) for name, x in outputs.items()}
         self.targets = default_targets({name: self.shapes[name] for name, x in outputs.items() if x.is_floating_point()})
+
+    def excite_mapped(self, names: Iterable[str]) -> None:
+        """Excite buffers that a rule maps to Flax variables, as weights are: a buffer of 0 would hide that Flax drops it."""
+        parameters = {*self.trained, *self.ties}
+        if self.case.excite:
+            _excite((n, self.weights[n]) for n in names if n not in parameters and "running_" not in n)
 
     def make(self, dtype: str) -> Any:
         """A copy of the model in a dtype, with `weights`."""
@@ -175,12 +184,13 @@ class TorchSide:
         import torch
 
         before = torch.get_rng_state()
-        with torch.no_grad(), _precisely("float64"), running("torch_module"):
+        with torch.no_grad(), keep_float64() as narrowed, running("torch_module"):
             outputs = named_outputs(self._call(model, self.inputs("float64")), "torch")
             if not torch.equal(before, torch.get_rng_state()):
                 again = named_outputs(self._call(model, self.inputs("float64")), "torch")
                 if any(not torch.equal(x, again[name]) for name, x in outputs.items()):
                     _refuse_random(model)
+        self.narrows = bool(narrowed)
         return outputs
 
     def _loss(self, result: Any, dtype: str) -> Any:
@@ -230,14 +240,13 @@ def _gradient(tensor: Any) -> np.ndarray:
     return as_numpy(tensor) * 0 if tensor.grad is None else as_numpy(tensor.grad)
 
 
-def _excite(model: Any) -> None:
-    """Add noise to constant parameters and statistics: biases of 0 and scales of 1 would hide a wrong map."""
+def _excite(tensors: Iterable[tuple[str, Any]]) -> None:
+    """Add noise to constant tensors: biases of 0 and scales of 1 would hide a wrong map."""
     import torch
 
     random = torch.Generator().manual_seed(5)
-    statistics = ((n, b) for n, b in model.named_buffers() if n.endswith(("running_mean", "running_var")))
     with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *statistics):
+        for name, tensor in tensors:
             if not tensor.numel() or not tensor.is_floating_point() or (tensor != tensor.flatten()[0]).any():
                 continue
             level = tensor.flatten()[0].abs().item() or 1.0
@@ -245,21 +254,33 @@ def _excite(model: Any) -> None:
             tensor.copy_((tensor + noise).abs() if name.endswith("running_var") else tensor + noise)
 
 
-def _repeated(model: Any) -> tuple[type, ...]:
-    """The classes to checkpoint by default, in the order of their modules.
+@contextlib.contextmanager
+def _called(model: Any) -> Iterator[set[str]]:
+    """The paths of the modules that are called while the context is open."""
+    paths: set[str] = set()
+    with contextlib.ExitStack() as hooks:
+        for path, module in model.named_modules():
+            hook = module.register_forward_pre_hook(lambda *_, path=path: paths.add(path))
+            hooks.callback(hook.remove)
+        yield paths
 
-    A `ModuleList` or `Sequential` of two or more modules gives their class if all have the same class. Only outermost lists
-    count. If no list gives a class, each `ModuleList` of a single module gives this module's class.
+
+def _repeated(model: Any, called: Collection[str]) -> tuple[type, ...]:
+    """The classes to checkpoint by default, in the order of their modules; `called` has the paths of the called modules.
+
+    A `ModuleList` or `Sequential` of two or more modules gives their class if all have the same class and one of them is
+    called. Only outermost lists count. If no list gives a class, each `ModuleList` of a single module gives its class.
     """
     import torch
 
     def outermost(kinds: Any, least: int) -> tuple[type, ...]:
         classes: dict[str, type] = {}
         for path, module in model.named_modules():
-            children = list(module.children()) if isinstance(module, kinds) else []
+            children = dict(module.named_children()) if isinstance(module, kinds) else {}
             inside = any(path.startswith(f"{other}.") for other in classes)
-            if len(children) >= least and len(set(map(type, children))) == 1 and not inside:
-                classes[path] = type(children[0])
+            is_called = any(f"{path}.{name}".lstrip(".") in called for name in children)
+            if len(children) >= least and len(set(map(type, children.values()))) == 1 and is_called and not inside:
+                classes[path] = type(next(iter(children.values())))
         return tuple(dict.fromkeys(classes.values()))
 
     return outermost((torch.nn.ModuleList, torch.nn.Sequential), 2) or outermost(torch.nn.ModuleList, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -36,7 +37,7 @@ def _named_arrays(value: Any, name: str, side: str) -> Iterator[tuple[str, Any]]
     if children is not None:
         for key, child in children.items():
             yield from _named_arrays(child, f"{name}.{key}" if name else str(key), side)
-    elif _is_array(value):
+    elif _is_array(value) and not (side == "flax" and is_torch(value)):
         yield name or "output", value
     elif value is not None:
         raise ArgumentError(
@@ -59,9 +60,17 @@ def _children(value: Any) -> dict[Any, Any] | None:
     return None
 
 
-def fields(value: Any) -> dict[str, Any]:
-    """The named parts of an output, by name."""
-    return {name: child for name, child in (_children(value) or {}).items() if isinstance(name, str)}
+def fields(value: Any, prefix: str = "") -> dict[str, Any]:
+    """The parts of an output that have a name, by name: keys, fields and the positions inside them, joined by dots.
+
+    >>> sorted(fields({"logits": 1, "states": (2, {"last": 3})})), fields((1, 2)), fields(({"a": 1}, 2))
+    (['logits', 'states.0', 'states.1.last'], {}, {'0.a': 1})
+    """
+    children = _children(value)
+    if children is None:
+        return {prefix: value} if re.search("[^0-9.]", prefix) else {}
+    parts = [fields(child, f"{prefix}.{name}" if prefix else str(name)) for name, child in children.items()]
+    return {name: part for each in parts for name, part in each.items()}
 
 
 def in_order(value: Any) -> list[Any]:

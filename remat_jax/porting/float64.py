@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from remat_jax import compat
+from remat_jax.errors import RematError
 
 _MAKERS = ("arange", "array", "empty", "eye", "full", "geomspace", "linspace", "logspace", "ones", "tile", "zeros")
 # NumPy calls from these packages keep their dtype, because the packages compute no tables of a model.
@@ -104,13 +105,14 @@ _CALLS = {"jit", "pjit", "scan", "while", "cond", "custom_jvp_call", "custom_vjp
 
 
 @contextmanager
-def keep_float64() -> Iterator[None]:
+def keep_float64() -> Iterator[list[Any]]:
     """Make PyTorch use float64 wherever float32, float16 or bfloat16 is requested, by dtype or by default.
 
     Many models cast to float32 for a norm, a softmax or a rotation: after `.double()` they are exact only to 1e-7, which hides
     real faults of a port. Run both passes in the context. Build the model in it too, and load its weights afterwards: tables
     that a constructor computes in float32, such as rotary frequencies, keep their rounding through `.double()`. Existing
     float32 tensors stay float32, and casts inside a C++ operator are not changed. The default dtype is float64 in all threads.
+    The value of the context is a list of the functions whose narrow dtype was replaced for a float64 tensor.
 
     >>> import torch
     >>> x = torch.tensor(1 / 3, dtype=torch.float64)
@@ -126,8 +128,8 @@ def keep_float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     try:
         # Old code creates its tables with this float32 constructor.
-        with _mode()(), mock.patch.object(torch, "FloatTensor", torch.DoubleTensor):
-            yield
+        with _mode()() as mode, mock.patch.object(torch, "FloatTensor", torch.DoubleTensor):
+            yield mode.narrowed
     finally:
         torch.set_default_dtype(default)
 
@@ -138,7 +140,7 @@ def keep_jax_float64() -> Iterator[None]:
 
     Flax modules cast to float32 for a norm, a softmax or a position encoding, which hides a port's faults below 1e-7. Trace
     both passes in the context, with 64-bit types enabled. Tables that a model's own code makes with NumPy stay float64 too. An
-    array created in float32 without a cast keeps its rounding; JAX raises an error if a loop's carry starts as such an array.
+    array created in float32 keeps its rounding; its first operation gives float64.
 
     >>> with jax.enable_x64(True):
     ...     x = jnp.ones(2, "float64")
@@ -151,12 +153,11 @@ def keep_jax_float64() -> Iterator[None]:
     bind = Primitive.bind
 
     def wide(primitive: Any, *args: Any, **params: Any) -> Any:
-        if primitive.name not in _CALLS:
+        is_widening = primitive.name == "convert_element_type" and params["new_dtype"] == _FLOAT64
+        if primitive.name not in _CALLS and not is_widening:
             params |= {name: _FLOAT64 for name in _DTYPE_PARAMETERS & params.keys() if _is_narrow(params[name])}
-            dtypes = [getattr(x, "dtype", None) for x in args]
-            if _FLOAT64 in dtypes:
-                widen = functools.partial(jax.lax.convert_element_type, new_dtype=_FLOAT64)
-                args = tuple(widen(x) if _is_narrow(dtype) else x for x, dtype in zip(args, dtypes, strict=True))
+            widen = functools.partial(jax.lax.convert_element_type, new_dtype=_FLOAT64)
+            args = tuple(widen(x) if _is_narrow(getattr(x, "dtype", None)) else x for x in args)
         return bind(primitive, *args, **params)
 
     with _widening(True), keep_numpy_float64():
@@ -165,6 +166,35 @@ def keep_jax_float64() -> Iterator[None]:
             yield
         finally:
             Primitive.bind = bind
+
+
+def with_wider_retry(run: Callable[[], Any]) -> tuple[Any, bool]:
+    """The result of `run()`, and whether it only runs in `keep_jax_float64`; raises the error of the plain run otherwise.
+
+    A scan whose carry starts in a hard-coded float32, for example, does not run on float64 inputs.
+    """
+    try:
+        return run(), False
+    except RematError as error:
+        if not jax.config.jax_enable_x64:
+            raise
+        try:
+            with keep_jax_float64():
+                return run(), True
+        except RematError:
+            raise error from error.__cause__
+
+
+def in_any_width(init: Callable[[], Any]) -> Any:
+    """The result of `init()`, run with 64-bit types if possible, else in `keep_jax_float64`, else without 64-bit types."""
+    try:
+        return with_wider_retry(init)[0]
+    except RematError as error:
+        try:
+            with jax.enable_x64(False):
+                return init()
+        except RematError:
+            raise error from error.__cause__
 
 
 def _is_narrow(dtype: Any) -> bool:
@@ -181,20 +211,33 @@ def _mode() -> type:
     passes = {tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
     class KeepFloat64(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.narrowed: list[Any] = []
+
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if func in passes:
                 with self:
                     return _backward(func, args, kwargs)
             if func in casts:
+                self.narrowed += [func] if args[0].dtype == torch.float64 else []
                 return args[0].double()
             if func is tensor.view:  # view(dtype) reinterprets the bits
                 return func(*args, **kwargs)
             # `to(other)` and `type_as(other)` cast to the dtype and the device of `other`.
-            like = func in (tensor.to, tensor.type_as) and args[0].dtype == torch.float64
+            is_wide = bool(args) and isinstance(args[0], tensor) and args[0].dtype == torch.float64
+            like = func in (tensor.to, tensor.type_as) and is_wide
+            self.narrowed += [func] if is_wide and any(map(_is_narrow_torch, (*args[1:], *kwargs.values()))) else []
             return func(*(_wide_like(x, like) for x in args), **{name: _wide_like(x, like) for name, x in kwargs.items()})
 
     return KeepFloat64
+
+
+def _is_narrow_torch(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.dtype) and value in (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _wide_like(value: Any, like: bool) -> Any:
@@ -202,7 +245,7 @@ def _wide_like(value: Any, like: bool) -> Any:
     import torch
 
     narrow = (torch.float32, torch.float16, torch.bfloat16)
-    if isinstance(value, torch.dtype) and value in narrow:
+    if _is_narrow_torch(value):
         return torch.float64
     return value.double() if like and isinstance(value, torch.Tensor) and value.dtype in narrow else value
 

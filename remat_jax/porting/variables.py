@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from remat_jax.errors import PortingError
+from remat_jax.porting.tensors import is_torch
 
 Leaves = dict[str, Any]
 Entries = list[tuple[str, Any]]
@@ -42,9 +43,11 @@ class Variables:
         if len(self.leaves) != len(entries):
             twice = sorted(path for path, count in Counter(path for path, _ in entries).items() if count > 1)
             raise PortingError(f"variables: {', '.join(twice)}: several variables of one path; rename one of the modules.")
-        wrong = [f"{path}: {repr(leaf)[:80]}" for path, leaf in entries if not hasattr(leaf, "shape")]
+        wrong = [f"{path}: {repr(leaf)[:80]}" for path, leaf in entries if not hasattr(leaf, "shape") or is_torch(leaf)]
         if wrong:
-            raise PortingError("variables: every leaf must be an array or a shape, unlike\n  " + "\n  ".join(wrong))
+            raise PortingError(
+                "variables: every leaf must be a NumPy or JAX array, or a shape, unlike\n  " + "\n  ".join(wrong)
+            )
 
 
 def _read_linen(tree: Any, trainable: bool) -> tuple[Entries, Rebuild]:

@@ -9,12 +9,12 @@ shows whether they must be transposed.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from remat_jax.errors import PortingError
 from remat_jax.porting.auto.pair import LIMIT, ModelPair, Values
 from remat_jax.porting.auto.recipes import Table, Way
 from remat_jax.porting.auto.units import FlaxUnit, TorchUnit
@@ -23,6 +23,10 @@ from remat_jax.porting.rules import Rules
 
 # Gradients count as equal up to this relative difference: gradients that a symmetry makes equal differ only by rounding.
 EQUAL = 1e-9
+
+
+_CLOSE = 1.01
+"""Candidates whose errors are within this factor of the smallest error count as equally good."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +47,31 @@ class MapCandidate:
 
 @dataclass(frozen=True)
 class Space:
-    """All candidates: the units of both models, the ways between them, and the user's rules."""
+    """All candidates: the units of both models, the ways between them, and the user's rules.
+
+    `tensors` and `arrays` are the names that every candidate maps, or leaves over under `extra:` and `missing:`; `buffers` are
+    the tensors that are no parameters.
+    """
 
     torch: list[TorchUnit]
     flax: list[FlaxUnit]
     table: Table
     given: Rules
+    tensors: tuple[str, ...] = ()
+    arrays: tuple[str, ...] = ()
+    buffers: frozenset[str] = frozenset()
 
     def rules(self, candidate: MapCandidate) -> Rules:
         """The candidate as rules, unit by unit."""
         ways = [self.way(candidate, unit) for unit in range(len(self.torch))]
-        return self.given | Rules(tuple(rule for unit_rules in ways for rule in unit_rules))
+        return self.given | Rules(tuple(rule for way in ways for rule in way), (), *self.left_over(candidate))
+
+    def left_over(self, candidate: MapCandidate) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The PyTorch tensors and the Flax arrays that a candidate does not map."""
+        rules = [rule for unit in range(len(self.torch)) for rule in self.way(candidate, unit)]
+        used = {name.text for rule in rules for name in rule.torch}
+        filled = {target.path.text for rule in rules for target in rule.flax}
+        return tuple(name for name in self.tensors if name not in used), tuple(x for x in self.arrays if x not in filled)
 
     def ways(self, candidate: MapCandidate, unit: int) -> list[Way]:
         """The possible ways to convert a unit at its place in the candidate."""
@@ -121,13 +139,30 @@ class Space:
             if count > 1:
                 ranks = tuple(len(shape) for _, shape in torch_unit.tensors)
                 kinds.setdefault((torch_unit.kind, ranks, count), []).append(unit)
+        yield start
         choices = (range(count) for _, _, count in kinds)
         for chosen in itertools.islice(itertools.product(*choices), 64):
             trial = start
             for choice, units in zip(chosen, kinds.values(), strict=True):
                 for unit in units:
                     trial = trial.chosen(unit, choice)
-            yield trial
+            if trial != start:
+                yield trial
+
+    def usual(self, start: MapCandidate) -> MapCandidate:
+        """`start`, in which a unit of several ways is converted like units of its kind that have only one way.
+
+        A square matrix may be transposed or not; in a model whose other matrices are transposed, it is transposed too.
+        """
+        known: dict[str, Counter[tuple[int, str]]] = {}
+        for unit, torch_unit in enumerate(self.torch):
+            if len(self.ways(start, unit)) == 1:
+                known.setdefault(torch_unit.kind, Counter()).update(_transforms(self.way(start, unit)))
+        for unit, torch_unit in enumerate(self.torch):
+            seen, ways = known.get(torch_unit.kind, Counter()), self.ways(start, unit)
+            scores = [sum(seen[text] for text in _transforms(way)) for way in ways]
+            start = start.chosen(unit, scores.index(max(scores)))
+        return start
 
     def exchanges(self, answer: MapCandidate, gradients: Values) -> list[MapCandidate]:
         """Variants of `answer` that exchange two units, or two modules of several units, whose gradients are equal."""
@@ -170,15 +205,25 @@ class Space:
         return False
 
 
-def identify(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate:
+def _transforms(way: Way) -> list[tuple[int, str]]:
+    """The transforms of a way, each with its place: a weight's comes before a bias's."""
+    return [(place, str(rule.transform)) for place, rule in enumerate(way)]
+
+
+def identify(pair: ModelPair, space: Space, start: MapCandidate) -> tuple[MapCandidate, str]:
     """Search from `start` for the candidate under which the models agree, regardless of names.
 
-    Raises PortingError if the models differ in more than their weights.
+    Returns the candidate and "", or the best candidate and the reason why the models agree under no candidate.
     """
-    answer, used = _agreeing_when_alike(pair, space, start), set[int]()
-    alike, others = space.alike(pair.generic(1)), space.symmetric(pair.generic(2))
+    if pair.disagreement(space.rules(start), pair.generic(0), gradients=False)[0] <= LIMIT:
+        return start, ""  # the outputs agree: under another map, the gradients would not agree either
+    answer, problem = _agreeing_when_alike(pair, space, start)
+    if problem:
+        return answer, problem
+    alike, others, used = space.alike(pair.generic(1)), space.symmetric(pair.generic(2)), set[int]()
     for group in space.groups():
         for unit in group:
+            pair.tell(f"trying places for {space.torch[unit].name}")
             values = space.with_one_other(alike, others, unit)
             places = _first(answer.places[unit], [answer.places[other] for other in group])
             for place in (place for place in places if place not in used):
@@ -187,19 +232,25 @@ def identify(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate
                     answer = trial
                     used.add(place)
                     break
-    return _orient(pair, space, answer)
+    return _orient(pair, space, answer), ""
 
 
-def _agreeing_when_alike(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate:
-    """The first of `uniform_choices` under which the models agree if all exchangeable units have equal values."""
+def _agreeing_when_alike(pair: ModelPair, space: Space, start: MapCandidate) -> tuple[MapCandidate, str]:
+    """The first of `uniform_choices` under which the models agree if all exchangeable units have equal values.
+
+    If there is none, the candidate of the smallest error, and a text.
+    """
     values = space.alike(pair.generic(1))
-    errors = []
+    errors: list[tuple[float, str, MapCandidate]] = []
     for trial in space.uniform_choices(start):
-        errors.append(pair.disagreement(space.rules(trial), values, gradients=False))
+        pair.tell(f"trying ways to convert the weights, {len(errors) + 1}")
+        errors.append((*pair.disagreement(space.rules(trial), values, gradients=False), trial))
         if errors[-1][0] <= LIMIT:
-            return trial
-    error, where = min(errors)
-    raise PortingError(
+            return trial, ""
+    # Ways that differ only in the orientation of symmetric matrices differ by rounding: the first is the usual way.
+    least = min(error for error, _, _ in errors)
+    error, where, best = next(entry for entry in errors if entry[0] <= _CLOSE * least)
+    return best, (
         f"no map makes the models agree: with equal weights in all modules of equal shapes, {where} still differs by "
         f"{error:.1e}; the models differ in more than their weights (epsilon, padding, activation, mask, a missing layer, "
         f"a cast to float32); for a cast to float32: {FLOAT32_REMEDY}"
@@ -221,8 +272,8 @@ def _orient(pair: ModelPair, space: Space, start: MapCandidate) -> MapCandidate:
     return start
 
 
-def other_answers(pair: ModelPair, space: Space, answer: MapCandidate) -> list[MapCandidate]:
-    """Candidates other than `answer` under which the models also agree.
+def other_answers(pair: ModelPair, space: Space, answer: MapCandidate, unused: Sequence[int]) -> list[MapCandidate]:
+    """Candidates other than `answer` under which the models also agree; the way of a unit in `unused` stays the same.
 
     If exchanging two modules is a symmetry of the model, equal values give equal gradients; if transposing a matrix is a
     symmetry, a symmetric matrix has a symmetric gradient. So one gradient rules out most candidates; only the rest are run.
@@ -231,7 +282,7 @@ def other_answers(pair: ModelPair, space: Space, answer: MapCandidate) -> list[M
     gradients = pair.flax_gradients(space.rules(answer), alike)
     values = pair.generic(5)
     suspects = space.exchanges(answer, gradients)
-    for unit in range(len(answer.places)):
+    for unit in set(range(len(answer.places))) - set(unused):
         for choice in range(len(space.ways(answer, unit))):
             if choice != answer.choices[unit] and not space.rules_out(answer, unit, choice, gradients):
                 suspects.append(answer.chosen(unit, choice))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,10 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.errors import InvalidRngError
 
 from remat_jax import compat
 from remat_jax.errors import PortingError, RematError, described
-from remat_jax.porting.float64 import keep_float64
+from remat_jax.porting.dataflow import down_casts, has_narrow_tables, unread_inputs
+from remat_jax.porting.float64 import FLOAT32_REMEDY, in_any_width, keep_float64, keep_jax_float64, with_wider_retry
+from remat_jax.porting.foreign import as_flax, on_the_model
 from remat_jax.porting.rules import Rules
 from remat_jax.porting.tensors import as_numpy, is_torch
 from remat_jax.porting.transfer import fill, take
@@ -34,14 +39,16 @@ FLOOR = 1e-3
 
 def _as_module(flax_module: Any) -> Any:
     """The given Flax module, or the float64 module made by the given function of a dtype."""
+    flax_module = as_flax(flax_module)
     if isinstance(flax_module, (nn.Module, nnx.Module)):
         return flax_module
     if wrapped := wrapper_text(flax_module):
         raise PortingError(wrapped)
-    made = flax_module("float64") if callable(flax_module) else None
+    made = as_flax(flax_module("float64")) if callable(flax_module) else None
     if not isinstance(made, (nn.Module, nnx.Module)):
         raise PortingError(
-            f"flax_module={repr(flax_module)[:120]}: expected a Linen or NNX module, or a function of a dtype that makes one."
+            f"flax_module={repr(flax_module)[:120]}: expected a module of Linen, NNX, Equinox or Haiku, or a function of a "
+            "dtype that makes one."
         )
     return made
 
@@ -74,9 +81,17 @@ def _torch_copy(torch_module: Any) -> Any:
 
 
 def call_hint(argument: str, error: Exception) -> str:
-    """The remedy if `error` means that the model in `argument` was called without an argument; empty for other errors."""
-    missing = isinstance(error, TypeError) and re.search(r"missing \d+ required .*argument", str(error))
-    return f"; add it to inputs, or pass it in {argument.partition('_')[0]}_call" if missing else ""
+    """The remedy for a frequent error of the model in `argument`; empty for other errors."""
+    text, call = str(error), f"{argument.partition('_')[0]}_call"
+    if isinstance(error, TypeError) and re.search(r"missing \d+ required .*argument", text):
+        return f"; add it to inputs, or pass it in {call}"
+    if isinstance(error, InvalidRngError):
+        return "; random results cannot be compared: make the model deterministic instead of giving it random keys"
+    if '"deterministic" must be passed' in text:
+        return f"; pass deterministic=True in {call}"
+    return (
+        f"; {FLOAT32_REMEDY}" if argument == "flax_module" and {"float32", "float64"} <= set(re.findall(r"\w+", text)) else ""
+    )
 
 
 @contextlib.contextmanager
@@ -94,9 +109,17 @@ def _running(argument: str, module: Any) -> Iterator[None]:
 class ModelPair:
     """A PyTorch and a Flax model that run with the same values; the caller's PyTorch module is copied, never changed."""
 
-    def __init__(self, torch_module: Any, flax_module: Any, inputs: Any, variables: Any, calls: tuple[Any, Any]) -> None:
-        self.torch = _torch_copy(torch_module)
-        self.torch_call, self.flax_call = (call or (lambda model, *args, **kwargs: model(*args, **kwargs)) for call in calls)
+    def __init__(
+        self,
+        torch_module: Any,
+        flax_module: Any,
+        inputs: Any,
+        variables: Any,
+        calls: tuple[Any, Any],
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        self.torch, self.tell = _torch_copy(torch_module), tell or (lambda what: None)
+        self.torch_call, self.flax_call = (on_the_model(call or operator.call) for call in calls)
         self.args: tuple[np.ndarray, ...] = ()
         self.kwargs: Values = {}
         if isinstance(inputs, Mapping):
@@ -111,12 +134,24 @@ class ModelPair:
         self._outputs = jax.jit(self._flax_outputs, compiler_options=quickly)
         self._gradients = jax.jit(jax.grad(self._flax_loss), compiler_options=quickly)
         self.initial = {name: as_numpy(tensor) for name, tensor in self.torch.state_dict().items()}
+        self._changed: set[str] = set()
+        self._generic: dict[int, Values] = {}
         self._last: tuple[Values, bool, tuple[list[np.ndarray], Values]] | None = None
         weights = {name for name, parameter in self.torch.named_parameters() if parameter.is_floating_point()}
         self.written = weights | {name for name in self.initial if name.endswith(("running_mean", "running_var"))}
 
+    def write(self, names: set[str]) -> None:
+        """Let `generic` change only these tensors."""
+        self.written = names
+        self._generic.clear()
+
     def generic(self, seed: int) -> Values:
         """Random values for all weights, in the scale of the model's own values: all different, and none 0 or 1."""
+        if seed not in self._generic:
+            self._generic[seed] = self._random(seed)
+        return self._generic[seed]
+
+    def _random(self, seed: int) -> Values:
         random = np.random.default_rng(seed)
         values = dict(self.initial)
         for name, old in self.initial.items():
@@ -127,9 +162,7 @@ class ModelPair:
 
     def disagreement(self, rules: Rules, values: Values, *, gradients: bool = True) -> tuple[float, str]:
         """The largest relative error of Flax against PyTorch with these values, and the name of the tensor that has it."""
-        if self._last is None or self._last[0] is not values or (gradients and not self._last[1]):
-            self._last = (values, gradients, self.run_torch(values, gradients=gradients))
-        theirs, their_gradients = self._last[2]
+        theirs, their_gradients = self._torch_results(values, gradients)
         ours = [np.asarray(x) for x in self._outputs(self._filled(rules, values))]
         if [x.shape for x in ours] != [x.shape for x in theirs]:
             shapes = f"{[x.shape for x in theirs]} and {[x.shape for x in ours]}"
@@ -140,17 +173,46 @@ class ModelPair:
         if small:
             raise PortingError(
                 f"flax_module: computes in {', '.join(small)} with weights and inputs in float64; "
-                "let it derive its dtypes from its inputs, or give a function of a dtype that makes it."
+                f"let it derive its dtypes from its inputs, or give a function of a dtype that makes it; {FLOAT32_REMEDY}."
             )
         worst = _largest(_named(theirs), _named(ours))
-        if not gradients or worst[0] > LIMIT or not their_gradients:
+        # A parameter of PyTorch alone is right if no output depends on it.
+        compared = {n: x for n, x in their_gradients.items() if np.any(x) or not rules.allows_extra(n)}
+        if not gradients or worst[0] > LIMIT or not compared:
             return worst
-        return max(worst, _largest(their_gradients, self.flax_gradients(rules, values)))
+        return max(worst, _largest(compared, self.flax_gradients(rules, values)))
+
+    def _torch_results(self, values: Values, gradients: bool) -> tuple[list[np.ndarray], Values]:
+        """`run_torch`, but the last results are reused."""
+        if self._last is None or self._last[0] is not values or (gradients and not self._last[1]):
+            self._last = (values, gradients, self.run_torch(values, gradients=gradients))
+        return self._last[2]
 
     def change(self, rules: Rules, values: Values, others: Values) -> float:
         """The relative difference of Flax's outputs between two sets of values."""
         before, after = (self._outputs(self._filled(rules, weights)) for weights in (values, others))
         return _largest(_named(before), _named(after))[0]
+
+    def narrows(self) -> bool:
+        """Whether an output of the Flax model depends on a cast from float64, or on an array made in a narrower dtype."""
+        self._torch_results(self.generic(0), True)  # an error in PyTorch's model comes before one in Flax's
+        traced, needs_widening = with_wider_retry(self._traced)
+        if needs_widening or down_casts(traced):
+            return True
+        with keep_jax_float64():
+            return has_narrow_tables(traced, self._traced())
+
+    def unread(self) -> tuple[set[str], set[str]]:
+        """The PyTorch tensors that have no gradient, and the Flax arrays that no output depends on."""
+        gradients = self._torch_results(self.generic(0), True)[1]
+        is_unread = unread_inputs(self._traced())
+        paths = (path for path, unread in zip(sorted(self.variables.leaves), is_unread, strict=True) if unread)
+        return {name for name, gradient in gradients.items() if not np.any(gradient)}, set(paths)
+
+    def _traced(self) -> Any:
+        """The jaxpr of the Flax outputs; its inputs are the variables, sorted by path."""
+        leaves = {path: jax.ShapeDtypeStruct(x.shape, _wide_dtype(x.dtype)) for path, x in self.variables.leaves.items()}
+        return self._outputs.trace(leaves).jaxpr
 
     def run_torch(self, values: Values, *, gradients: bool = True) -> tuple[list[np.ndarray], Values]:
         """PyTorch's outputs, and the gradients of the parameters that are not frozen; a missing gradient counts as 0."""
@@ -158,8 +220,9 @@ class ModelPair:
 
         with torch.no_grad():
             # The state dict is not used, because it lists tied parameters twice.
+            self._changed |= self.written  # a tensor that is written no more gets its first value again
             for name, tensor in (*self.torch.named_parameters(), *self.torch.named_buffers()):
-                if name in self.written:
+                if name in self._changed:
                     tensor.copy_(torch.from_numpy(np.array(values[name])))
         self.torch.zero_grad(set_to_none=True)
 
@@ -218,7 +281,9 @@ class ModelPair:
                 result = nn.apply(self.flax_call, self.module, mutable=mutable)(tree, *args, **kwargs)[0]
             else:
                 graph = nnx.split(self.module)[0]
-                result = self.flax_call(nnx.merge(graph, tree), *args, **kwargs)
+                # The variables are copied at this trace level: Flax refuses to write to variables of another level, such as
+                # the count of a random key.
+                result = self.flax_call(nnx.merge(graph, jax.tree.map(jnp.asarray, tree)), *args, **kwargs)
             return [x for x in _leaves(result) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)]
 
     def _variables(self, variables: Any) -> Any:
@@ -227,13 +292,21 @@ class ModelPair:
         if variables is not None:
             return variables
         init: Callable[..., Any] = nn.init(self.flax_call, self.module)
-        with _running("flax_module", self.module):
-            return jax.eval_shape(lambda: init(jax.random.key(0), *self.args, **self.kwargs))
+
+        def shapes() -> Any:
+            with _running("flax_module", self.module):
+                return jax.eval_shape(lambda: init(jax.random.key(0), *self.args, **self.kwargs))
+
+        return in_any_width(shapes)
 
 
 def _wide(x: Any) -> np.ndarray:
     array = as_numpy(x)
     return array.astype(np.float64) if np.issubdtype(array.dtype, np.floating) else array
+
+
+def _wide_dtype(dtype: Any) -> Any:
+    return jnp.dtype("float64") if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def _leaves(result: Any) -> list[Any]:
@@ -242,6 +315,8 @@ def _leaves(result: Any) -> list[Any]:
         return [leaf for key in sorted(result) for leaf in _leaves(result[key])]
     if isinstance(result, (tuple, list)):
         return [leaf for part in result for leaf in _leaves(part)]
+    if dataclasses.is_dataclass(result) and not hasattr(result, "dtype"):
+        return _leaves({field.name: getattr(result, field.name) for field in dataclasses.fields(result)})
     return [] if result is None else [result]
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from remat_jax.errors import PortingError
 from remat_jax.porting.auto.compress import compress
+from remat_jax.porting.auto.crossing import crossings
+from remat_jax.porting.auto.fitting import fitting
 from remat_jax.porting.auto.interrogate import MapCandidate, Space, identify, other_answers, unexercised
 from remat_jax.porting.auto.pair import FLOAT32_ERROR, LIMIT, ModelPair
-from remat_jax.porting.auto.recipes import by_names, likeness, table
-from remat_jax.porting.auto.units import FlaxUnit, TorchUnit, attentions, flax_units, stack_candidates, torch_parts
+from remat_jax.porting.auto.recipes import likeness, tokens
 from remat_jax.porting.float64 import FLOAT32_REMEDY, keep_jax_float64
-from remat_jax.porting.links import links_of_places, links_of_tensors
 from remat_jax.porting.rules import Rules, as_rules
 from remat_jax.warning import warn
 
@@ -29,20 +30,23 @@ def propose(
     rules: Any = (),
     torch_call: Callable[..., Any] | None = None,
     flax_call: Callable[..., Any] | None = None,
-    keep_float64: bool = False,
+    keep_float64: bool | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Rules:
     """Return a weight map between two models of the same function, proved by running both in float64 with random weights.
 
     Names, shapes and kinds of modules give the first guess; running the models decides. With the returned map, outputs and the
     gradients of all parameters agree to 1e-9 on `inputs`; with any other map, such as one that exchanges two equal modules or
     transposes a square kernel, they do not. If the outputs do not depend on a weight, its name, shape and kind must allow only
-    one rule; the weight is then mapped by this rule, and a `RematWarning` names it.
+    one rule; the weight is then mapped by this rule, and a `RematWarning` names it. A `RematWarning` also names tensors and
+    arrays that only one model has, if no output depends on them, and equal names that the map exchanges.
 
     `inputs` are arrays for both models: a tuple of positional arguments, or a dictionary of keywords. `torch_call` and
     `flax_call` replace `model(*inputs)` by `call(model, *inputs)`, for instance if only one model takes channels last.
     `torch_module` may be a function that builds the model; `flax_module` may be a function of a dtype, for modules with a fixed
     dtype. `variables` are a Linen module's variables, if `init` cannot make them. `rules` map the tensors that they match;
-    the other tensors are guessed. `keep_float64` prevents casts to float32 inside the Flax model.
+    the other tensors are guessed. `keep_float64` prevents casts to float32 inside the Flax model; by default, it is on if there
+    are such casts. `progress` is called with a text when a part of a long search begins.
 
     Raises:
         PortingError: no map fits the shapes; the models agree under no map, or under several, as in a model with a symmetry
@@ -58,110 +62,161 @@ def propose(
     {i}.weight -> params/layers_{i}/kernel | linear
     {i}.bias -> params/layers_{i}/bias
     """
-    with jax.enable_x64(True), keep_jax_float64() if keep_float64 else contextlib.nullcontext():
-        pair = ModelPair(torch_module, flax_module, inputs, variables, (torch_call, flax_call))
-        _refuse_random(pair.torch)
-        space, start = _space(pair, as_rules(rules))
-        answer = start
-        if not pair.disagreement(space.rules(start), pair.generic(0))[0] <= LIMIT:
-            answer = identify(pair, space, start)
-            _require_proof(pair, space, answer)
-        unused = unexercised(pair, space, answer)
-        _require_forced(space, answer, unused)
-        _require_one(pair, space, answer)
-        if unused:
-            names = [name for unit in unused for name in space.names(unit)]
-            them = "them, so their places follow from" if len(names) > 1 else "it, so its place follows from"
-            warn(f"{', '.join(names)}: the outputs do not depend on {them} name, shape and kind alone, without proof")
-        return compress(space.rules(answer), {n: x.shape for n, x in pair.initial.items()}, pair.shapes)
+    proposal = search(
+        torch_module,
+        flax_module,
+        inputs,
+        variables=variables,
+        rules=rules,
+        calls=(torch_call, flax_call),
+        keep_float64=keep_float64,
+        tell=progress,
+    )
+    if proposal.problem:
+        raise PortingError(proposal.problem)
+    warn(proposal.notes)
+    warn(proposal.crossing_text)
+    return proposal.proven or proposal.rules
 
 
-def _space(pair: ModelPair, rules: Rules) -> tuple[Space, MapCandidate]:
-    """All weight maps, and the map that names suggest.
+_MOST_LINES = 8
+"""The largest number of rules that are listed one by one; if there are more, the whole map is listed in its short form."""
+_USUAL = ("Linear", "Embedding", "LayerNorm", "Conv1d", "Conv2d", "Conv3d")
+"""The kinds of PyTorch modules whose first way of conversion is the only usual one."""
 
-    Flax's arrays are grouped into units (the weights of one module) in several ways; the first way that fits PyTorch's units is
-    used.
+
+@dataclass(frozen=True)
+class Proposal:
+    """The result of `search`.
+
+    Attributes:
+        rules: the proven map. If no map is proven, or the proven map exchanges equal names: the map that names suggest.
+        problem: why no map is proven; "" if a map is proven.
+        proven: the proven map, if it exchanges equal names; else None.
+        crossed: the groups of PyTorch modules whose equal names in Flax `proven` exchanges.
+        lines: the rules that exchange equal names, if `crossed` is not empty.
+        error, where: the relative error of the outputs under `rules`, and the output that has it, if `crossed` is not empty.
+        notes: sentences about weights that are mapped without proof, and about tensors and arrays of only one model.
     """
-    fits, reason = _fitting(pair, rules)
-    frozen = tuple(name for name, parameter in pair.torch.named_parameters() if not parameter.requires_grad)
-    if fits is None and frozen:  # a frozen parameter may be a table from a constructor, which Flax computes at each use
-        pair.written -= set(frozen)
-        fits, _ = _fitting(pair, rules | Rules((), (), frozen))
-    if fits is None:
-        raise PortingError(reason)
-    return fits
 
+    rules: Rules
+    problem: str = ""
+    proven: Rules | None = None
+    crossed: tuple[tuple[str, ...], ...] = ()
+    lines: tuple[str, ...] = ()
+    error: float = 0.0
+    where: str = ""
+    notes: tuple[str, ...] = ()
 
-def _fitting(pair: ModelPair, rules: Rules) -> tuple[tuple[Space, MapCandidate] | None, str]:
-    """The result of `_space` and an empty text, or None and the reason why no map fits."""
-    covered = links_of_tensors(rules, pair.initial)
-    taken = {name for link in covered.values() for name in link.torch} | {n for n in pair.initial if rules.allows_extra(n)}
-    filled = {place.path for place in links_of_places(rules, pair.shapes)}
-    shapes = {path: s for path, s in pair.shapes.items() if path not in filled and not rules.allows_missing(path)}
-    units, ties, buffers = torch_parts(pair.torch, taken)
-    new_ties = tuple(tie for tie in ties if tie not in [(first.text, second.text) for first, second in rules.ties])
-    rules = rules | Rules((), new_ties, tuple(buffers))  # type: ignore[arg-type]  # `Rules` accepts texts
-    if not units and not shapes:
-        return (Space([], [], [], rules), MapCandidate((), ())), ""
-    for stack in ("", *stack_candidates(shapes)):
-        for together in _together(units, attentions(shapes, stack)):
-            flax = flax_units(shapes, stack=stack, together=together)
-            ways = table(units, flax) if len(flax) == len(units) else []
-            places = by_names(units, flax, ways) if ways else None
-            if places is not None:
-                return (Space(units, flax, ways, rules), MapCandidate(tuple(places), (0,) * len(places))), ""
-    return None, _no_match(units, flax_units(shapes))
+    @property
+    def state(self) -> str:
+        """The state of `rules`: "proven", "not proven", or "crosses names" if the proven map exchanges equal names."""
+        return "not proven" if self.problem else "crosses names" if self.crossed else "proven"
 
-
-def _together(units: Sequence[TorchUnit], names: list[str]) -> list[list[str]]:
-    """Sets of Flax attentions whose query, key and value may be one PyTorch tensor.
-
-    The sets are: none; all; and for each PyTorch `MultiheadAttention` the Flax attention with the most similar name.
-    """
-    fused = [unit.name for unit in units if unit.kind == "MultiheadAttention"]
-    alike = {max(names, key=lambda name: likeness(unit, name)) for unit in fused} if names else set()
-    return [[], names, sorted(alike)]
-
-
-def _no_match(units: Sequence[TorchUnit], flax: Sequence[FlaxUnit]) -> str:
-    ways = table(units, flax)
-    ours, theirs = [], []
-    for unit, row in zip(units, ways, strict=True):
-        shapes = ", ".join(f"{local or 'itself'} {shape}" for local, shape in unit.tensors)
-        ours += [] if any(row) else [f"{unit.name or 'the model'} ({unit.kind}): {shapes}"]
-    for index, flax_unit in enumerate(flax):
-        shapes = ", ".join(f"{place} {shape}" for _, place, shape in flax_unit.arrays)
-        theirs += [] if any(row[index] for row in ways) else [f"{flax_unit.name or 'the model'}: {shapes}"]
-    lines = [
-        f"no map fits the shapes: PyTorch has {len(units)} modules with weights, Flax {len(flax)}; give rules "
-        "that name PyTorch-only tensors under 'extra:' and Flax-only arrays under 'missing:':",
-        "  PyTorch modules that fit nothing:",
-        *(f"    {text}" for text in ours or ["none"]),
-        "  Flax modules that nothing fits:",
-        *(f"    {text}" for text in theirs or ["none"]),
-    ]
-    return "\n".join(lines)
-
-
-def _require_proof(pair: ModelPair, space: Space, candidate: MapCandidate) -> None:
-    error, where = pair.disagreement(space.rules(candidate), pair.generic(0))
-    if not error <= LIMIT:
-        rounded = f" The error has the size of float32's rounding: {FLOAT32_REMEDY}." if error <= FLOAT32_ERROR else ""
-        raise PortingError(
-            f"no map was found under which the models agree: under the best map, {where} differs by {error:.1e}.{rounded} The "
-            "models may differ in more than their weights. You can also pass `rules` for some of the weights."
+    @property
+    def crossing_text(self) -> str | None:
+        """The sentence about exchanged names; None if there are none."""
+        if not self.crossed:
+            return None
+        groups = "; ".join(" and ".join(group) for group in self.crossed[:4])
+        more = f"; and {len(self.crossed) - 4} more" if len(self.crossed) > 4 else ""
+        return (
+            f"the models agree only if equal names are exchanged ({groups}{more}), probably a fault of the port: under the map "
+            f"of equal names, {self.where} differs by {self.error:.1e}. If the exchange is intended, give rules that make it, "
+            "and 'auto' for the rest:\n" + "\n".join(f"  {line}" for line in self.lines)
         )
 
 
+def search(
+    torch_module: Any,
+    flax_module: Any,
+    inputs: Any,
+    *,
+    variables: Any = None,
+    rules: Any = (),
+    calls: tuple[Any, Any] = (None, None),
+    keep_float64: bool | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Proposal:
+    """`propose`, but a map that is not proven is part of the result."""
+    with jax.enable_x64(True):
+        pair = ModelPair(torch_module, flax_module, inputs, variables, calls, tell)
+        _refuse_random(pair.torch)
+        keeps = pair.narrows() if keep_float64 is None else keep_float64
+        with keep_jax_float64() if keeps else contextlib.nullcontext():
+            return _searched(pair, as_rules(rules))
+
+
+def _searched(pair: ModelPair, given: Rules) -> Proposal:
+    space, named = fitting(pair, given)
+
+    def short(candidate: MapCandidate) -> Rules:
+        return compress(space.rules(candidate), {n: x.shape for n, x in pair.initial.items()}, pair.shapes)
+
+    answer = named
+    if not pair.disagreement(space.rules(named), pair.generic(0))[0] <= LIMIT:
+        pair.tell("looking for the weight map that makes the models agree")
+        answer, problem = identify(pair, space, named)
+        problem = problem or _without_proof(pair, space, answer)
+        if problem:
+            best = answer if answer.places == named.places or not _names_decide(space, named) else named
+            return Proposal(short(best), problem=problem + _leftovers_text(space, best))
+    unused = unexercised(pair, space, answer)
+    _require_forced(space, answer, unused)
+    answer = _only_one(pair, space, answer, unused)
+    notes = _notes(space, answer, unused)
+    if crossed := crossings(space, answer, named):
+        error, where = pair.disagreement(space.rules(named), pair.generic(0), gradients=False)
+        exchanged = [unit for unit, place in enumerate(answer.places) if place != named.places[unit]]
+        lines, proven = [str(rule) for unit in exchanged for rule in space.way(answer, unit)], short(answer)
+        lines = lines if len(lines) <= _MOST_LINES else str(proven).splitlines()
+        return Proposal(short(named), "", proven, tuple(crossed), tuple(lines), error, where, notes)
+    return Proposal(short(answer), notes=notes)
+
+
+def _without_proof(pair: ModelPair, space: Space, candidate: MapCandidate) -> str:
+    """Why the models do not agree under a candidate; "" if they do."""
+    error, where = pair.disagreement(space.rules(candidate), pair.generic(0))
+    if error <= LIMIT:
+        return ""
+    rounded = f" The error has the size of float32's rounding: {FLOAT32_REMEDY}." if error <= FLOAT32_ERROR else ""
+    return (
+        f"no map was found under which the models agree: under the best map, {where} differs by {error:.1e}.{rounded} The "
+        "models may differ in more than their weights. You can also pass `rules` for some of the weights."
+    )
+
+
+def _names_decide(space: Space, named: MapCandidate) -> bool:
+    """Whether every pair of units has a word or a number in common."""
+    return all(likeness(unit.name, space.flax[place].name) for unit, place in zip(space.torch, named.places, strict=True))
+
+
+def _leftovers_text(space: Space, candidate: MapCandidate) -> str:
+    tensors, arrays = space.left_over(candidate)
+    sides = ((tensors, "PyTorch", "extra"), (arrays, "Flax", "missing"))
+    lines = [f"\n  only {side} has {', '.join(names)} (in rules: '{key}: …')" for names, side, key in sides if names]
+    return "".join(lines)
+
+
+def _notes(space: Space, answer: MapCandidate, unused: Sequence[int]) -> tuple[str, ...]:
+    names, notes = [name for unit in unused for name in space.names(unit)], []
+    if names:
+        them = "them, so their places follow from" if len(names) > 1 else "it, so its place follows from"
+        notes.append(f"{', '.join(names)}: the outputs do not depend on {them} name, shape and kind alone, without proof")
+    for left_over, side in zip(space.left_over(answer), ("PyTorch", "Flax"), strict=True):
+        weights = [name for name in left_over if name not in space.buffers]
+        them = "them" if len(weights) > 1 else "it"
+        notes += [f"only {side} has {', '.join(weights)}; the outputs do not depend on {them}"] if weights else []
+    return tuple(notes)
+
+
 def _require_forced(space: Space, answer: MapCandidate, unused: Sequence[int]) -> None:
-    """Raise an error if an `unused` unit's name, shape and kind allow several places or ways, or its two names are unlike."""
+    """Raise an error if an `unused` unit's name, shape and kind allow several places, or its two names are unlike.
+
+    Of several ways to convert a unit, the usual way for its kind is right: a dense layer's kernel is transposed.
+    """
     places = [answer.places[unit] for unit in unused]
-    open_units = []
-    for unit in unused:
-        name, place = space.torch[unit].name, answer.places[unit]
-        fitting = [other for other in places if space.table[unit][other]]
-        if fitting != [place] or len(space.table[unit][place]) > 1 or not likeness(name, space.flax[place].name):
-            open_units.append(unit)
+    open_units = [unit for unit in unused if not _is_forced(space, answer, unit, places)]
     if open_units:
         names = [name for unit in open_units for name in space.names(unit)]
         lines = [rule for unit in open_units for rule in space.way(answer, unit)]
@@ -171,17 +226,37 @@ def _require_forced(space: Space, answer: MapCandidate, unused: Sequence[int]) -
         )
 
 
-def _require_one(pair: ModelPair, space: Space, answer: MapCandidate) -> None:
-    others = other_answers(pair, space, answer)
-    if others:
-        units = [unit for unit in range(len(space.torch)) if len({space.way(each, unit) for each in (answer, *others)}) > 1]
-        lines = []
-        for number, candidate in enumerate([answer, *others[:8]], 1):
-            lines += [f"  {number}:", *(f"    {rule}" for unit in units for rule in space.way(candidate, unit))]
-        raise PortingError(
-            "several maps agree with both models, in values and gradients; choose one map, and give its lines as rules:\n"
-            + "\n".join(lines)
-        )
+def _is_forced(space: Space, answer: MapCandidate, unit: int, places: Sequence[int]) -> bool:
+    name, place = space.torch[unit].name, answer.places[unit]
+    fitting = [other for other in places if space.table[unit][other]]
+    equal = [other for other in fitting if tokens(name) == tokens(space.flax[other].name)]
+    is_usual = len(space.ways(answer, unit)) == 1 or space.torch[unit].kind in _USUAL
+    return [place] in (fitting, equal) and is_usual and likeness(name, space.flax[place].name) > 0
+
+
+def _only_one(pair: ModelPair, space: Space, answer: MapCandidate, unused: Sequence[int]) -> MapCandidate:
+    """The candidate under which the models agree; of several, the candidate that maps equal names onto each other.
+
+    Raises PortingError if several candidates agree and names do not decide.
+    """
+    others = other_answers(pair, space, answer, unused)
+    for candidate in (answer, *others):
+        rest = [other for other in (answer, *others) if other != candidate]
+        if all(other.choices == candidate.choices and _is_crossed(space, other, candidate) for other in rest):
+            return candidate
+    units = [unit for unit in range(len(space.torch)) if len({space.way(each, unit) for each in (answer, *others)}) > 1]
+    lines = []
+    for number, candidate in enumerate([answer, *others[:8]], 1):
+        lines += [f"  {number}:", *(f"    {rule}" for unit in units for rule in space.way(candidate, unit))]
+    raise PortingError(
+        "several maps agree with both models, in values and gradients; choose one map, and give its lines as rules:\n"
+        + "\n".join(lines)
+    )
+
+
+def _is_crossed(space: Space, other: MapCandidate, candidate: MapCandidate) -> bool:
+    """Whether `other` differs from `candidate` in that it exchanges equal names."""
+    return bool(crossings(space, other, candidate))
 
 
 def _refuse_random(module: Any) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from remat_jax.errors import PortingError
-from remat_jax.porting.auto.units import FlaxUnit, TorchUnit, natural
+from remat_jax.porting.auto.units import RECURRENT, FlaxUnit, TorchUnit, natural
 from remat_jax.porting.pattern import Place, Shape
 from remat_jax.porting.rules import Rule
 from remat_jax.porting.transform import Transform
@@ -29,44 +30,49 @@ _CONVOLUTION = {
 }
 _MATRIX = ("linear", "identity", "heads", "heads_out")
 _INPUT_FIRST = ("identity", "linear", "e (h d) -> e h d", "(h d) e -> h d e")
-_VECTOR = ("identity", "heads_bias")
+_VECTOR = ("identity", "heads_bias", "o -> o 1", "o -> o 1 1", "o -> o 1 1 1")
 _FUSED = ("in_proj_bias", "split(0)", "in_proj", "gpt2_qkv", "split(0) | linear", "split(1)")
 _LOCAL = {
-    "weight": ("kernel", "scale", "embedding", "weight", ""),
+    "weight": ("kernel", "scale", "embedding", "weight", "w", "embeddings", ""),
     "in_proj_weight": ("kernel",),
     "in_proj_bias": ("bias",),
-    "bias": ("bias",),
+    "bias": ("bias", "b", "offset"),
     "running_mean": ("mean",),
     "running_var": ("var",),
     "": ("", "kernel", "scale", "embedding", "weight", "bias"),
 }
 
 
-def table(torch: Sequence[TorchUnit], flax: Sequence[FlaxUnit]) -> Table:
-    """The possible ways for every pair of units; the usual way for the module's kind comes first."""
-    return [[_ways(torch_unit, flax_unit) for flax_unit in flax] for torch_unit in torch]
+def table(torch: Sequence[TorchUnit], flax: Sequence[FlaxUnit], *, partial: bool = False) -> Table:
+    """The possible ways for every pair of units; the usual way for the module's kind comes first.
+
+    If `partial`, a unit also fits a unit that lacks some of its arrays, such as the bias.
+    """
+    return [[_ways(torch_unit, flax_unit, partial) for flax_unit in flax] for torch_unit in torch]
 
 
-def _ways(torch: TorchUnit, flax: FlaxUnit) -> list[Way]:
+def _ways(torch: TorchUnit, flax: FlaxUnit, partial: bool) -> list[Way]:
     if flax.children:
-        return _cell(torch, flax) if torch.kind in ("LSTM", "GRU") else _fused(torch, flax)
-    if torch.kind in ("LSTM", "GRU") or len(torch.tensors) != len(flax.arrays):
+        return _cell(torch, flax) if torch.kind in RECURRENT else _fused(torch, flax)
+    if torch.kind in RECURRENT or (len(torch.tensors) != len(flax.arrays) and not partial):
         return []
     places = {local: (place, shape) for local, place, shape in flax.arrays}
     choices = []
     for local, shape in torch.tensors:
         leaf = next((name for name in _LOCAL.get(local, (local,)) if name in places), None)
         if leaf is None:
+            if partial:
+                continue
             return []
         place, after = places.pop(leaf)
         fitting = [text for text in dict.fromkeys(_texts(torch.kind, local, shape)) if _fits(text, [shape], [after])]
         choices.append([_rule(torch, (local,), [place], text) for text in fitting])
-    return [tuple(chosen) for chosen in itertools.product(*choices)]
+    return [tuple(chosen) for chosen in itertools.product(*choices)] if choices else []
 
 
 def _texts(kind: str, local: str, shape: Shape) -> Sequence[str]:
     if kind in _CONVOLUTION and local == "weight":
-        return _CONVOLUTION[kind]
+        return (*_CONVOLUTION[kind], "identity")  # Equinox keeps PyTorch's layout
     if kind == "Conv1D":
         return _INPUT_FIRST if len(shape) == 2 else _VECTOR
     if kind == "Embedding":
@@ -105,6 +111,7 @@ def _fused(torch: TorchUnit, flax: FlaxUnit) -> list[Way]:
 def _cell(torch: TorchUnit, flax: FlaxUnit) -> list[Way]:
     """The way to convert a recurrent cell, if any: in Flax its gates are separate layers, or are fused into two layers."""
     places = {local: place for local, place, _ in flax.arrays}
+    shapes = {local: shape for local, _, shape in flax.arrays} | dict(torch.tensors)
     layer = torch.tensors[0][0].removeprefix("weight_ih_")
     biases = (f"bias_ih_{layer}", f"bias_hh_{layer}")
     half = len(flax.children) // 2
@@ -115,10 +122,14 @@ def _cell(torch: TorchUnit, flax: FlaxUnit) -> list[Way]:
     if len(torch.tensors) == 4 and torch.kind == "GRU":
         entries.append((biases, tuple(f"{child}/bias" for child in (*inside, "hn")), "gru_bias"))
     elif len(torch.tensors) == 4:
-        entries.append((biases, tuple(f"{child}/bias" for child in state), "lstm_bias" if half > 1 else "sum"))
+        with_bias = tuple(f"{child}/bias" for child in (*inside, *state) if f"{child}/bias" in places)
+        entries.append((biases, with_bias, "lstm_bias" if half > 1 else "sum"))
     wanted = [local for _, locals_, _ in entries for local in locals_]
     if sorted(wanted) != sorted(places):
         return []
+    for names, locals_, text in entries:
+        if not _fits(text, [shapes[name] for name in names], [shapes[local] for local in locals_]):
+            return []
     return [tuple(_rule(torch, names, [places[local] for local in locals_], text) for names, locals_, text in entries)]
 
 
@@ -128,9 +139,9 @@ def _rule(torch: TorchUnit, names: tuple[str, ...], places: list[Place], text: s
 
 # The words that different projects use for the same part.
 _SYNONYMS = {
-    "q": ("query",),
-    "k": ("key",),
-    "v": ("value",),
+    "q": ("query", "queries", "wq"),
+    "k": ("key", "keys", "wk"),
+    "v": ("value", "values", "wv"),
     "attn": ("attention",),
     "norm": ("layernorm", "ln", "rmsnorm", "batchnorm", "bn"),
     "embed": ("embedding", "embeddings", "wte"),
@@ -143,18 +154,34 @@ _WORD_OF = {synonym: word for word, synonyms in _SYNONYMS.items() for synonym in
 _NOTHING = {"proj", "dense", "linear", "weight", "kernel", "model", "module", "base", "self"}
 
 
-def by_names(torch: Sequence[TorchUnit], flax: Sequence[FlaxUnit], ways: Table) -> list[int] | None:
-    """For every PyTorch unit, the index of a similarly named Flax unit, each used once; None if the shapes do not fit."""
+def by_names(
+    torch: Sequence[TorchUnit], flax: Sequence[FlaxUnit], ways: Table, aside: tuple[set[int], set[int]] = (set(), set())
+) -> list[int | None]:
+    """For every PyTorch unit, the index of a similarly named Flax unit, each used once; None if no unit is left that fits.
+
+    `aside`: the units of PyTorch and of Flax on which no output depends; they are paired with each other, or left over.
+    """
     from scipy.optimize import linear_sum_assignment
 
     order = {index: rank for rank, index in enumerate(sorted(range(len(flax)), key=lambda i: natural(flax[i].name)))}
-    cost = np.full((len(torch), len(flax)), 1e6)
+    cost = np.full((len(torch), len(flax)), _NEVER)
     for i, j in itertools.product(range(len(torch)), range(len(flax))):
         if ways[i][j]:
             # If names do not decide, prefer the order of definition.
             cost[i, j] = -likeness(torch[i].name, flax[j].name) + 1e-3 * abs(i - order[j]) / len(torch)
+            cost[i, j] += 0 if (i in aside[0]) is (j in aside[1]) else _UNREAD
+            cost[i, j] += 0 if len(torch[i].tensors) == sum(len(rule.torch) for rule in ways[i][j][0]) else _PARTIAL
     rows, columns = linear_sum_assignment(cost)
-    return None if cost[rows, columns].max() >= 1e6 else [int(column) for column in columns]
+    pairs = {int(row): int(column) for row, column in zip(rows, columns, strict=True) if cost[row, column] < _NEVER}
+    return [pairs.get(unit) for unit in range(len(torch))]
+
+
+_NEVER = 1e6
+"""The cost of two units that do not fit."""
+_UNREAD = 10.0
+"""The additional cost of two units if the outputs depend on only one of them."""
+_PARTIAL = 1.0
+"""The additional cost of two units if only a part of their arrays fits."""
 
 
 def likeness(torch: str, flax: str) -> float:
@@ -175,3 +202,9 @@ def _words(name: str) -> tuple[list[str], list[str]]:
     pieces = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", name)
     words = [_WORD_OF.get(piece.lower(), piece.lower()) for piece in pieces if not piece.isdecimal()]
     return [word for word in words if word not in _NOTHING], [piece for piece in pieces if piece.isdecimal()]
+
+
+def tokens(name: str) -> Counter[str]:
+    """The words and numbers of a module's name, with synonyms replaced by a common word."""
+    words, numbers = _words(name)
+    return Counter((*words, *numbers))

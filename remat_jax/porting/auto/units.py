@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from remat_jax.porting.pattern import Place, Shape
 from remat_jax.porting.tensors import memory_of
 
-# The names that Flax modules give their arrays. An array with a different name is its own unit, like a bare parameter.
-_OF_A_MODULE = {"kernel", "bias", "scale", "embedding", "weight", "mean", "var"}
+# The names that modules of Flax, Equinox and Haiku give their arrays. An array with a different name is its own unit, like a
+# bare parameter.
+_OF_A_MODULE = {"kernel", "bias", "scale", "embedding", "weight", "mean", "var", "w", "b", "offset", "embeddings"}
 _TOGETHER = (("query", "key", "value"), ("q", "k", "v"), ("q_proj", "k_proj", "v_proj"), ("wq", "wk", "wv"))
-# The names of the layers of an LSTM in Linen and in NNX, of a GRU, and of cells whose gates are fused.
+# The names of the layers of an LSTM in Linen and in NNX, of a GRU, of cells whose gates are fused, and of a cell without gates.
 _CELLS = (
     ("ii", "if", "ig", "io", "hi", "hf", "hg", "ho"),
     ("ii", "if_", "ig", "io", "hi", "hf", "hg", "ho"),
     ("ir", "iz", "in", "hr", "hz", "hn"),
     ("dense_i", "dense_h"),
+    ("i", "h"),
 )
+RECURRENT = ("LSTM", "GRU", "RNN")
 
 
 @dataclass(frozen=True)
@@ -72,15 +75,20 @@ def torch_parts(module: Any, taken: set[str]) -> tuple[list[TorchUnit], list[tup
     return units, ties, buffers
 
 
+def buffer_units(names: Sequence[str], state: Mapping[str, Any]) -> list[TorchUnit]:
+    """A unit for each floating-point buffer: in Flax, a buffer may be a parameter."""
+    return [TorchUnit(name, "Buffer", (("", tuple(state[name].shape)),)) for name in names if state[name].dtype.kind == "f"]
+
+
 def _kind(part: Any) -> str:
-    layers = ("MultiheadAttention", "LSTM", "GRU", "Linear", "Embedding", "LayerNorm", "GroupNorm", "RMSNorm")
+    layers = ("MultiheadAttention", *RECURRENT, "Linear", "Embedding", "LayerNorm", "GroupNorm", "RMSNorm")
     convolutions = [f"Conv{transposed}{n}d" for transposed in ("", "Transpose") for n in (1, 2, 3)]
     bases = {base.__name__ for base in type(part).__mro__ if base.__module__.startswith("torch.nn.")}
     return next((name for name in (*layers, *convolutions) if name in bases), type(part).__name__)
 
 
 def _divided(prefix: str, kind: str, tensors: Mapping[str, Shape]) -> Iterator[TorchUnit]:
-    if kind in ("LSTM", "GRU"):
+    if kind in RECURRENT:
         for layer in sorted({re.sub(r"^(weight|bias)_(ih|hh)_", "", local) for local in tensors}):
             yield TorchUnit(prefix, kind, tuple(item for item in tensors.items() if item[0].endswith(f"_{layer}")))
         return

@@ -1,0 +1,225 @@
+"""`rules="auto"` on wrong ports: exchanged names are said first, and a module is named without a proven map."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from parity_tests.compare import cases as c
+from parity_tests.compare.cases import run
+from remat_jax import porting
+from remat_jax.errors import PortingError
+from remat_jax.warning import RematWarning
+
+X = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
+DENSE = ("gate", "up", "down", "query", "key", "value")
+
+
+class LayerTorch(torch.nn.Module):
+    """Attention without heads, and a gated feed-forward layer, both with a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(8)
+        for name in DENSE:
+            setattr(self, name, torch.nn.Linear(8, 8, bias=name != "down"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        x = x + (self.query(y) @ self.key(y).mT).softmax(-1) @ self.value(y)
+        return x + self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class ModelTorch(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(LayerTorch() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Layer(nn.Module):
+    fault: str = ""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        dense = {name: nn.Dense(8, use_bias=name != "down", name=name) for name in DENSE}
+        if self.fault in ("gate and up", "key and value", "query and value and key"):
+            names = self.fault.split(" and ")
+            dense |= {name: dense[other] for name, other in zip(names, (*names[1:], names[0]), strict=True)}
+        y = nn.LayerNorm(epsilon=1e-3 if self.fault == "epsilon" else 1e-5, name="norm")(x)
+        value = dense["value"](jax.lax.stop_gradient(y) if self.fault == "stopped" else y)
+        x = x + nn.softmax(dense["query"](y) @ dense["key"](y).swapaxes(1, 2)) @ value
+        activation = nn.gelu if self.fault == "activation" else nn.silu
+        y = activation(dense["gate"](x)) * dense["up"](x)
+        return x + dense["down"](y)
+
+
+class Model(nn.Module):
+    fault: str = ""
+    order: tuple[int, ...] = (0, 1)
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        layers = [Layer(self.fault if index == 1 else "", name=f"layers_{index}") for index in range(2)]
+        for index in self.order:
+            x = layers[index](x)
+        return x
+
+
+def case(**options: Any) -> dict[str, Any]:
+    return {"torch_module": ModelTorch(), "inputs": X, "rules": "auto", **c.QUICK, **options}
+
+
+@pytest.mark.parametrize(
+    ("flax", "crossed", "module"),
+    [
+        (Model("gate and up"), "layers.1.gate and layers.1.up", "layers_1"),
+        (Model("query and value and key"), "layers.1.key and layers.1.query and layers.1.value", "layers_1"),
+        (Model(order=(1, 0)), "layers.0 and layers.1", ""),
+    ],
+)
+def test_exchanged_names_are_said_first(flax: nn.Module, crossed: str, module: str) -> None:
+    report = run(case(flax_module=flax))
+    assert report.crossed == (crossed,) and not report.passed and report.proves
+    assert report.verdict().startswith(f"NOT PASSED: the models agree only if equal names are exchanged ({crossed}); under")
+    first = report.checks[0]
+    assert first.name == "weight map" and re.search(
+        "probably a fault of the port: under the map of equal names, output .* dif", first.found
+    )
+    # The tensors and the module are those under the map of equal names.
+    assert "{name}.weight -> params/layers_{i}/{name}/kernel | linear" in report.rules
+    assert {row.name for row in report.failed_rows} > {"output"}
+    assert report.divergences["forward"]["flax_path"].startswith(module)
+    lines = [line.strip() for line in first.found.splitlines() if "->" in line]
+    if crossed == "layers.1.gate and layers.1.up":
+        assert run(case(flax_module=flax, rules=[*lines, "auto"])).passed
+
+
+def test_propose_warns_of_exchanged_names() -> None:
+    with pytest.warns(RematWarning, match=r"only if equal names are exchanged \(layers.1.gate and layers.1.up\)"):
+        rules = porting.propose(ModelTorch(), Model("gate and up"), X)
+    assert "layers.1.gate.weight -> params/layers_1/up/kernel | linear" in str(rules)
+
+
+@pytest.mark.parametrize(
+    ("fault", "pass_", "module"),
+    [
+        ("epsilon", "forward", "layers_1/norm"),
+        ("activation", "forward", "layers_1"),
+        ("stopped", "backward", "layers_1"),
+    ],
+)
+def test_a_module_is_named_without_a_proven_map(fault: str, pass_: str, module: str) -> None:
+    report = run(case(flax_module=Model(fault)))
+    assert report.verdict().startswith("NOT PASSED: the weight map is not proven; under the map that names suggest: ")
+    assert [way for way, first in report.divergences.items() if first] == [pass_]
+    assert report.divergences[pass_]["flax_path"] == module
+    assert bool(report.differences) is (fault == "epsilon")
+    with pytest.raises(PortingError, match=r"no map (makes the models|was found under which the models) agree"):
+        porting.propose(ModelTorch(), Model(fault), X)
+
+
+def test_the_right_model_passes_and_the_map_is_said_to_be_proved() -> None:
+    report = run(case(flax_module=Model()))
+    assert report.passed and report.weight_map == "proven"
+    assert report.checks[0].found == "found from names and shapes, and proved by running both models"
+
+
+class Branches(torch.nn.Module):
+    """Two branches that may be exchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.left(x).tanh() + self.right(x).tanh()
+
+
+def test_equal_names_decide_a_symmetry() -> None:
+    class Flax(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return jnp.tanh(nn.Dense(8, name="right")(x)) + jnp.tanh(nn.Dense(8, name="left")(x))
+
+    report = run(case(torch_module=Branches(), flax_module=Flax()))
+    assert report.passed and report.rules.startswith("{name}.weight -> params/{name}/kernel | linear")
+
+
+class Biased(torch.nn.Module):
+    """A head whose bias is a buffer, as `final_logits_bias` in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(8, 7, bias=False)
+        self.register_buffer("logits_bias", torch.zeros(1, 7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x) + self.logits_bias
+
+
+class BiasedFlax(nn.Module):
+    adds: bool = True
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        bias = self.param("logits_bias", nn.initializers.zeros, (1, 7))
+        return nn.Dense(7, use_bias=False, name="head")(x) + (bias if self.adds else 0.0)
+
+
+RULES = "logits_bias -> params/logits_bias\nhead.weight -> params/head/kernel | linear"
+
+
+@pytest.mark.parametrize("rules", ["auto", ["logits_bias -> params/logits_bias", "auto"], RULES, f"{RULES}\nauto"])
+def test_a_buffer_that_fills_a_parameter_is_compared(rules: Any) -> None:
+    report = run(case(torch_module=Biased(), flax_module=BiasedFlax(), rules=rules))
+    assert report.passed and "logits_bias -> params/logits_bias" in report.rules
+    wrong = run(case(torch_module=Biased(), flax_module=BiasedFlax(adds=False), rules=rules))
+    assert not wrong.passed and "output" in {row.name for row in wrong.failed_rows}
+
+
+def test_a_bias_of_one_framework_is_named() -> None:
+    class Flax(nn.Module):
+        bias: bool
+
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(2, name="second")(nn.tanh(nn.Dense(6, name="first", use_bias=self.bias)(x)))
+
+    class Torch(torch.nn.Module):
+        def __init__(self, bias: bool) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(8, 6, bias=bias), torch.nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x).tanh())
+
+    dropped = run(case(torch_module=Torch(bias=True), flax_module=Flax(bias=False)))
+    assert "only PyTorch has first.bias (in rules: 'extra: …')" in dropped.checks[0].found
+    assert dropped.divergences["forward"]["torch_path"] == "first" and not dropped.passed
+    added = run(case(torch_module=Torch(bias=False), flax_module=Flax(bias=True)))
+    assert "only Flax has params/first/bias (in rules: 'missing: …')" in added.checks[0].found
+    assert added.divergences["forward"]["torch_path"] == "first" and not added.passed
+
+
+def test_modules_of_equal_names_and_different_shapes_are_named() -> None:
+    class Flax(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(8, name="right")(nn.Dense(4, name="left")(x))
+
+    with pytest.raises(PortingError, match="left and left have equal names") as error:
+        run(case(torch_module=Branches(), flax_module=Flax(), torch_call=lambda model, x: model.right(model.left(x))))
+    assert "left (Linear): weight (8, 8), bias (8,)" in str(error.value)
