@@ -23,8 +23,9 @@ def test_wrong_keys_and_values_are_refused_at_once() -> None:
     loss, _, _ = make_loss()
     with pytest.raises(PolicyError, match="policy='fulll'.*Did you mean 'full'"):
         rj.checkpoint_blocks(loss, "fulll")
-    with pytest.raises(ArgumentError, match="policies={}: expected a mapping.*at least one entry"):
-        rj.checkpoint_blocks(loss, {})
+    for wrong in ({}, Mlp, (Mlp, "full"), Mlp.__call__, rj.block(lambda x: x)):
+        with pytest.raises(ArgumentError, match="policies=.*: expected a mapping.*at least one entry"):
+            rj.checkpoint_blocks(loss, wrong)
     with pytest.raises(ArgumentError, match="block=3: expected a class whose instances are called"):
         rj.checkpoint_blocks(loss, {3: "full"})
     with pytest.raises(ArgumentError, match=r"make a plain function a block, mark it, layer = remat_jax.block\(layer\)"):
@@ -49,7 +50,7 @@ def test_a_block_that_is_not_there_names_those_that_are() -> None:
         BlockError, match=r"block='layers_\*': the glob matches no path of a called module.*Did you mean 'layer_\d'"
     ):
         rj.checkpoint_blocks(loss, {"layers_*": "full"})(params, x)
-    with pytest.raises(BlockError, match="For a function, mark it .* and give it itself, not its name"):
+    with pytest.raises(BlockError, match="To select a function, mark it with .* and pass the function, not its name"):
         rj.checkpoint_blocks(lambda x: rj.block(jnp.sin)(x), {"sin": "full"})(x)
     with pytest.raises(BlockError, match="No module of this kind was called at all"):
         rj.checkpoint_blocks(lambda x: x, {Mlp: "full"})(x)
@@ -72,7 +73,7 @@ def test_an_error_of_the_model_leaves_nothing_behind() -> None:
 
 def test_a_glob_does_not_select_a_marked_function() -> None:
     layer = rj.block(lambda w, x: x * w)
-    with pytest.raises(BlockError, match="A glob selects modules; to select a function, mark it with @remat_jax.block"):
+    with pytest.raises(BlockError, match="A glob selects modules. To select a function, mark it with @remat_jax.block"):
         rj.checkpoint_blocks(lambda w, x: layer(w, x).sum(), {"layer": "full"})(jnp.ones(3), jnp.ones(3))
 
 

@@ -269,6 +269,39 @@ def test_a_policy_without_a_block_is_one_for_the_blocks_found() -> None:
         rj.checkpoint_blocks(jnp.sin, "full")(x)
 
 
+def test_blocks_are_found_again_where_an_integer_chooses_the_model_and_inside_other_policies() -> None:
+    own = jax.checkpoint(layer)
+
+    def loss(which, ws, x):
+        return in_a_scan(own, ws, x) if which else unrolled_functions([jax.tree.map(lambda w: w[0], ws)] * 4, x)
+
+    def count(fn, which):
+        return matmuls(jax.value_and_grad(functools.partial(fn, which)), W, x)
+
+    found, x = rj.checkpoint_blocks(loss, "dots"), jnp.ones((4, 8))
+    assert [count(each, which) for which in (1, 0) for each in (loss, found)] == [28, 24, 27, 23]
+    job = job_of(stack(*[Mixer] * 3)())
+    twice = rj.checkpoint_blocks(rj.checkpoint_blocks(job.loss, {Mixer: "full"}), "full")
+    with pytest.raises(BlockError, match="block=Mixer: an inner checkpoint_blocks has a policy for this block too"):
+        jax.eval_shape(twice, job.params, X)
+
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return rj.checkpoint_blocks(lambda x: Mixer()(Mixer()(x)), "full")(x)
+
+    with pytest.raises(BlockError, match="without blocks, inside a Linen module: .*Name the blocks, as in checkpoint_blocks"):
+        Outer().init(jax.random.key(0), x)
+
+
+def test_a_policy_on_scans_replaces_a_checkpoint_around_the_scan() -> None:
+    job = rj.Workload(jax.checkpoint(functools.partial(in_a_scan, layer)), W, (jnp.ones((4, 8)),), blocks="scans")
+    losses = {policy: jax.value_and_grad(job.with_policy(job.loss, policy)) for policy in ("full", "dots")}
+    kept = {policy: rj.residuals(job, policy).device_bytes for policy in ("full", "dots")}
+    assert (kept, job.replaced_checkpoints) == ({"full": 512, "dots": 512 + 2048}, 1)
+    assert {policy: matmuls(each, W, *job.batch) for policy, each in losses.items()} == {"full": 28, "dots": 24}
+
+
 def test_of_nested_scans_and_branches_the_outermost_is_taken() -> None:
     """And the same step with another loss or batch has the same blocks, whether they were looked for before or not."""
 

@@ -1,4 +1,4 @@
-"""Importing this package changes nothing in JAX, Flax and Optax; policies change them only while a function runs under them."""
+"""Importing this package changes nothing in JAX, Flax and Optax; the first policy replaces a few functions of JAX."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ def ours():
 import jax, jax.numpy as jnp, flax.linen as nn
 class Layer(nn.Module):
     def __call__(self, x):
-        during.append(ours())
         return jnp.sin(x)
-model, during = nn.remat(Layer)(), []
+assert ours() == set()
+model = nn.remat(Layer)()
 jax.grad(remat_jax.checkpoint_blocks(lambda x: model.apply({}, x), {Layer: "full"}))(1.0)
-rules = {"custom_lin", "call_hi_primitive_linearized"}
-assert {"bind"} < during[0] | rules and ours() == rules, (during[0], ours())
+rules = {"custom_lin", "call_hi_primitive_linearized", "<class 'jax._src.core.ShapedArray'>"}
+assert ours() == {"bind", "__call__", "_insert_reduce_precision", *rules}, ours()
 """
 
 
-def test_importing_changes_nothing_and_policies_change_nothing_that_stays() -> None:
+def test_importing_changes_nothing_and_the_first_policy_installs_hooks() -> None:
     listed = subprocess.run(
         [sys.executable, "-c", IMPORTING], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
     )

@@ -48,6 +48,12 @@ def test_a_wrapper_of_a_jitted_step_has_its_static_and_donated_arguments() -> No
         jax.block_until_ready(planned(Trainer(), jax.tree.map(jnp.copy, params), X))
     assert called == [3, 3]
 
+    @functools.wraps(Trainer.step)
+    def other(params: Any, x: jax.Array) -> Any:  # other arguments: nothing is known of them
+        return Trainer.step(Trainer(), params, x)
+
+    assert compat.jit_of(other) == ((), ()) and compat.jit_of(counted) == ((1,), (0,))
+
 
 @pytest.mark.parametrize("step", [Trainer().step, functools.partial(Trainer.step, Trainer())])
 def test_methods_and_partials_of_jitted_steps_are_jitted_steps(step: Any) -> None:

@@ -6,18 +6,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 
+from remat_jax import compat
+from remat_jax.apply.calls import is_listening
 from remat_jax.apply.effect import Effect, call_signature, run_under
 from remat_jax.apply.find_blocks import find_blocks_of_call
 from remat_jax.apply.own_checkpoints import check_choice
-from remat_jax.apply.scope import BlockPolicies, Record
+from remat_jax.apply.scope import BlockPolicies, Record, checked_block
 from remat_jax.core.marks import Block
 from remat_jax.core.walk import checkpoints_around_blocks
-from remat_jax.errors import ArgumentError, RematError
+from remat_jax.errors import ArgumentError, BlockError, RematError
 from remat_jax.policy import as_block_policy
 from remat_jax.warning import silenced
 
@@ -49,7 +51,8 @@ def checkpoint_blocks(
       policies: maps a block to its policy. A block is a class whose instances are called (subclasses count), a method of a
         class (`Model.encode`), a function marked with `block`, a glob on module paths, `"checkpoints"` or `"scans"`. A policy
         is a `Policy`, its name or text, a JAX policy object, or `LayerPolicies` or their text. One policy without a block is
-        the policy of the blocks that are found in `fn`, as `Workload` finds them, on the first call with arguments of a type.
+        the policy of the blocks that are found in `fn`, as `Workload` finds them. They are looked for in the first call of each
+        new set of argument types, in which `fn` must be traceable.
       own_checkpoints: `"keep"` keeps the model's own checkpoints around the blocks, with a `RematWarning`: these checkpoints
         discard the residuals that a policy keeps.
 
@@ -81,7 +84,7 @@ def checkpoint_blocks(
     13
     """
     keeps = check_choice(own_checkpoints)
-    if isinstance(policies, Mapping):
+    if isinstance(policies, Mapping) or not _may_be_policy(policies):
         return under_policies(fn, BlockPolicies.of(policies, keeps=keeps))
     return _under_policy(fn, as_block_policy(policies), keeps)
 
@@ -92,13 +95,30 @@ def _under_policy(fn: Callable[P, R], policy: Any, keeps: bool) -> Callable[P, R
 
     @functools.wraps(_checked(fn))
     def with_policy(*args: P.args, **kwargs: P.kwargs) -> R:
-        signature = call_signature(args, kwargs)
-        if signature is None or signature not in known:
+        # An integer may choose between models.
+        integers = tuple(leaf for leaf in jax.tree.leaves((args, kwargs)) if type(leaf) is int)
+        signature = call_signature(args, kwargs), integers
+        if None in signature or signature not in known:
+            if compat.in_linen_module():
+                raise BlockError(
+                    "checkpoint_blocks without blocks, inside a Linen module: the search would call the submodules once more. "
+                    "Name the blocks, as in checkpoint_blocks(fn, {Layer: policy}), or put the policy on the loss."
+                )
             blocks = find_blocks_of_call(fn, args, kwargs).blocks
             known[signature] = under_policies(fn, BlockPolicies.of(dict.fromkeys(blocks, policy), keeps=keeps))
         return known[signature](*args, **kwargs)
 
     return with_policy
+
+
+def _may_be_policy(value: Any) -> bool:
+    """Whether `value` may be one policy; False for collections and blocks, for which a mapping is expected."""
+    if isinstance(value, str):
+        return True
+    try:
+        return not isinstance(value, type | Collection) and checked_block(value) is None
+    except ArgumentError:
+        return True
 
 
 def _checked(fn: Callable[P, R]) -> Callable[P, R]:
@@ -114,7 +134,8 @@ def under_policies(fn: Callable[P, R], checked: BlockPolicies, tell: Callable[[R
     @functools.wraps(fn)
     def with_policies(*args: P.args, **kwargs: P.kwargs) -> R:
         outputs, record = run_under(checked, fn, args, kwargs)
-        effect.check(record, args, kwargs)
+        if not is_listening():  # blocks are being looked for, and every call is let through
+            effect.check(record, args, kwargs)
         if tell is not None:
             tell(record)
         return outputs

@@ -34,6 +34,11 @@ def listening(listener: Callable[[type, str], AbstractContextManager[Any]]) -> A
     return compat.setting(_listener, listener)
 
 
+def is_listening() -> bool:
+    """Whether a listener is set (`listening`)."""
+    return _listener.get() is not None
+
+
 def is_inside(block: Any, method: str = CALL) -> bool:
     """Whether this method of a module, or this function, is being traced under its policy."""
     return any(method == of_running and _is_same(block, running) for running, of_running in _inside.get())

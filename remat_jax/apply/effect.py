@@ -157,13 +157,7 @@ def with_blocks(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kw
     """`fn(*args, **kwargs)` with calls of blocks intercepted."""
     offloads = any(getattr(policy, "offloads", False) for _, policy in policies.entries)
     explained = compat.eager_offload_explained() if offloads else contextlib.nullcontext()
-    with (
-        compat.checkpoints_give_way,
-        explained,
-        linen.intercepting(),
-        haiku.intercepting(),
-        nnx.intercepting(policies, (args, kwargs)),
-    ):
+    with explained, linen.intercepting(), haiku.intercepting(), nnx.intercepting(policies, (args, kwargs)):
         with pytrees.intercepting(policies, (*args, *kwargs.values())):
             return fn(*args, **kwargs)
 

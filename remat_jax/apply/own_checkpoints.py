@@ -59,7 +59,8 @@ _regions: ContextVar[list[Any] | None] = ContextVar("regions", default=None)
 def noting_regions() -> Iterator[list[Any]]:
     """Collects the bodies of the model's checkpoint regions that are traced inside this context."""
     regions: list[Any] = []
-    with compat.checkpoints_give_way, compat.setting(_regions, regions):
+    compat.install_hooks()
+    with compat.setting(_regions, regions):
         yield regions
 
 

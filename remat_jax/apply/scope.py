@@ -129,8 +129,8 @@ def checked_block(block: Any, argument: str = "block") -> Block:
     )
     raise ArgumentError(
         f"{argument}={block!r}: expected a class whose instances are called (a Flax or Equinox module), a method of a class "
-        "(Layer.encode), a function marked with @remat_jax.block, a glob on module paths such as 'layers_*', or "
-        f"'checkpoints'.{remedy}"
+        "(Layer.encode), a function marked with @remat_jax.block, a glob on module paths such as 'layers_*', "
+        f"'checkpoints' or 'scans'.{remedy}"
     )
 
 
@@ -200,6 +200,7 @@ def record() -> Record:
 @contextlib.contextmanager
 def applying(policies: BlockPolicies) -> Iterator[Record]:
     """Activate `policies` inside this context; they take precedence over the active policies."""
+    compat.install_hooks()
     outer, inner = _calls.get(), Record()
     try:
         with compat.setting(_calls, (*outer, inner)), _active(policies.over(active())):
@@ -243,8 +244,10 @@ def _never_called(block: Block, record: Record) -> str:
         )
     if isinstance(block, str):
         hint = nearest(block.strip("*"), list(record.modules))
-        functions = " A glob selects modules. For a function, mark it with @remat_jax.block and give it itself, not its name."
-        functions = "" if called else functions
+        remedy = (
+            " A glob selects modules. To select a function, mark it with @remat_jax.block and pass the function, not its name."
+        )
+        functions = "" if called else remedy
         return f"block={block!r}: the glob matches no path of a called module.{hint} {seen}{functions}"
     hint = nearest(block.__name__, set(record.modules.values()))
     if not isinstance(block, type):

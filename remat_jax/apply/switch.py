@@ -61,7 +61,6 @@ def enable_gradient_checkpointing(model: T, policy: Any = "full", *, blocks: Any
     True
     """
     checked, keeps = as_policy(policy), check_choice(own_checkpoints)
-    compat.checkpoints_give_way.keep()  # the model may be called at any later time
     if isinstance(model, linen.Module):
         return _enable_linen(model, checked, blocks, own_checkpoints)
     if not isinstance(model, nnx.Module):

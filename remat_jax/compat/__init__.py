@@ -60,9 +60,9 @@ from remat_jax.compat.rematerialisation import binding_ours as binding_ours
 from remat_jax.compat.rematerialisation import block_function as block_function
 from remat_jax.compat.rematerialisation import blocks_around_which as blocks_around_which
 from remat_jax.compat.rematerialisation import checkpoint_parts as checkpoint_parts
-from remat_jax.compat.rematerialisation import checkpoints_give_way as checkpoints_give_way
 from remat_jax.compat.rematerialisation import checkpoints_stay as checkpoints_stay
 from remat_jax.compat.rematerialisation import chunk_checkpoint as chunk_checkpoint
+from remat_jax.compat.rematerialisation import install_hooks as install_hooks
 from remat_jax.compat.rematerialisation import is_block as is_block
 from remat_jax.compat.rematerialisation import is_chunk_policy as is_chunk_policy
 from remat_jax.compat.rematerialisation import let_checkpoints_give_way as let_checkpoints_give_way
@@ -77,6 +77,7 @@ from remat_jax.compat.tracing import block_settings as block_settings
 from remat_jax.compat.tracing import bound_axes as bound_axes
 from remat_jax.compat.tracing import established_forms as established_forms
 from remat_jax.compat.tracing import in_eager_shard_map as in_eager_shard_map
+from remat_jax.compat.tracing import in_linen_module as in_linen_module
 from remat_jax.compat.tracing import in_loop as in_loop
 from remat_jax.compat.tracing import in_part_of_arrays as in_part_of_arrays
 from remat_jax.compat.tracing import in_solver as in_solver

@@ -33,7 +33,7 @@ def jit_of(function: Any, count: int = 0) -> Jit:
     `function` may also be a method of an instance, a `functools.partial`, or a wrapper (`functools.wraps`), of what such a
     `jit` returned.
     """
-    jitted, bound = _unbound(inspect.unwrap(function, stop=lambda each: not isinstance(each, types.FunctionType)))
+    jitted, bound = _unbound(inspect.unwrap(function, stop=lambda each: not _passes_arguments_on(each)))
     if isinstance(jitted, _NNX_JIT):  # it keeps JAX's function, whose arguments have the same places
         jitted = jitted.jitted_fn
     if is_jax_jit(jitted):
@@ -87,6 +87,15 @@ def _unbound(function: Any) -> tuple[Any, int]:
     if isinstance(function, types.MethodType):
         return function.__func__, 1
     return (function.func, len(function.args)) if isinstance(function, functools.partial) else (function, 0)
+
+
+def _passes_arguments_on(function: Any) -> bool:
+    """Whether a Python function that wraps another one takes `(*args, **kwargs)`, or parameters of the same names in order."""
+    if not isinstance(function, types.FunctionType):
+        return False
+    own, wrapped = inspect.signature(function, follow_wrapped=False).parameters, inspect.signature(function).parameters
+    kinds = {parameter.kind for parameter in own.values()}
+    return kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} or [*own] == [*wrapped]
 
 
 def _after(bound: int, places: Any) -> tuple[int, ...]:

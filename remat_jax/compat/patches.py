@@ -1,4 +1,4 @@
-"""Replaces functions of JAX where JAX has no hook, only while they are needed: importing this package changes nothing."""
+"""Replaces functions of JAX where JAX has no hook, from when they are needed: importing this package changes nothing."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Patch:
     """
 
     def __init__(self, *places: tuple[Any, Any, Callable[[Any], Any]]) -> None:
-        self._places, self._lock, self._users = places, threading.Lock(), 0
+        self._places, self._lock, self._users = places, threading.RLock(), 0
         self._own: list[tuple[bool, Any]] = []
         self._is_kept = False
 
     def __enter__(self) -> None:
         with self._lock:
-            self._users += 1
-            if self._users == 1:
+            if not self._users:
                 self._own = [_replace(*place) for place in self._places]
+            self._users += 1
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
@@ -46,9 +46,9 @@ class Patch:
     def keep(self) -> None:
         """Replace the attributes from now on."""
         with self._lock:
-            kept, self._is_kept = self._is_kept, True
-        if not kept:
-            self.__enter__()
+            if not self._is_kept:
+                self.__enter__()
+            self._is_kept = True
 
 
 def _replace(owner: Any, name: Any, make: Callable[[Any], Any]) -> tuple[bool, Any]:

@@ -98,9 +98,7 @@ def bind_checkpoint(jaxpr: Any, args: Sequence[Any], *, policy: Any, prevent_cse
     """`jax.checkpoint` of a traced program: evaluate the closed `jaxpr` on `args` as one region."""
     body, consts = hoist_consts(jaxpr)
     params = {"jaxpr": body.jaxpr, "prevent_cse": prevent_cse, "differentiated": False, "policy": policy}
-    if _computes_saved_exactly(body.jaxpr):
-        _SAVED_EXACTLY.keep()
-    with binding_ours(), _effects_explained(body):
+    with binding_ours():
         return list(_ad_checkpoint.remat_p.bind(*consts, *args, **params))
 
 
@@ -113,6 +111,7 @@ def chunk_checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, the body of a loop over chunks, in a checkpoint that saves nothing and does not count as the model's."""
 
     def checkpointed(*args: Any) -> Any:
+        install_hooks()
         with established_forms():
             return jax.checkpoint(function, prevent_cse=False, policy=_keeps_nothing)(*args)
 
@@ -127,11 +126,10 @@ def is_chunk_policy(policy: Any) -> bool:
 _replacement: ContextVar[Callable[..., list[Any]] | None] = ContextVar("replacement", default=None)
 
 
-@contextlib.contextmanager
-def region_replaced_by(evaluate: Callable[[Any, Sequence[Any]], list[Any]] | None) -> Iterator[None]:
+def region_replaced_by(evaluate: Callable[[Any, Sequence[Any]], list[Any]] | None) -> contextlib.AbstractContextManager[None]:
     """In this context a checkpoint region is evaluated by `evaluate(closed body, operands)` instead of being bound."""
-    with checkpoints_give_way, setting(_replacement, evaluate):
-        yield
+    install_hooks()
+    return setting(_replacement, evaluate)
 
 
 _binding_ours: ContextVar[bool] = ContextVar("binding_ours", default=False)
@@ -146,7 +144,7 @@ _gives_way: list[Callable[[Any], bool]] = []
 
 
 def let_checkpoints_give_way(gives_way: Callable[[Any], bool]) -> None:
-    """Inside `checkpoints_give_way` a checkpoint region loses its checkpoint if `gives_way` is true for its body."""
+    """Once the hooks are installed, a checkpoint region loses its checkpoint if `gives_way` is true for its body."""
     _gives_way.append(gives_way)
 
 
@@ -179,15 +177,26 @@ def _call_or_evaluate(call: Callable[..., Any]) -> Callable[..., Any]:
     return call_or_evaluate
 
 
-checkpoints_give_way = Patch(
+_REGIONS_BOUND = Patch(
     (_ad_checkpoint.remat_p, "bind", _bind_or_evaluate),
     *((region, "__call__", _call_or_evaluate) for region in [getattr(_ad_checkpoint, "RematTraced", None)] if region),
 )
-"""A context in which checkpoint regions are evaluated without their checkpoint, or in another way (`region_replaced_by`).
+"""Checkpoint regions may be evaluated without their checkpoint, or in another way (`region_replaced_by`).
 
 The functions are replaced that JAX calls after tracing a region (of `jax.checkpoint`, `nnx.remat`, or `nn.remat` under a scan).
 Regions that are already differentiated, and regions that `remat_jax` binds, are unaffected.
 """
+
+
+def install_hooks() -> None:
+    """Replace some functions of JAX, which has no hooks there, from now on. The first policy does this, and no import.
+
+    The replacements stay: a function that was traced under a policy may be put into a checkpoint, differentiated or batched
+    at any later time. Without blocks of this package, checkpoint regions are unaffected, except that they save arrays of
+    more dtypes exactly.
+    """
+    for patch in (_REGIONS_BOUND, _SAVED_EXACTLY, linear_parts_are_batched):
+        patch.keep()
 
 
 @contextlib.contextmanager
@@ -211,12 +220,6 @@ def _is_saved_exactly(aval: Any) -> bool:
     if not isinstance(aval, _core.ShapedArray) or not jnp.issubdtype(aval.dtype, jnp.inexact):
         return False
     return jnp.iscomplexobj(aval) or jnp.finfo(aval.dtype).bits < 16
-
-
-def _computes_saved_exactly(jaxpr: Any) -> bool:
-    """Whether the open `jaxpr` reads or computes an array that is saved unchanged."""
-    variables = [*jaxpr.invars, *jaxpr.constvars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)]
-    return any(_is_saved_exactly(var.aval) for var in variables) or any(map(_computes_saved_exactly, _core.subjaxprs(jaxpr)))
 
 
 def _rounding_where_exact(insert: Callable[..., Any]) -> Callable[..., Any]:
@@ -246,8 +249,7 @@ _SAVED_EXACTLY = Patch(
 JAX rounds each saved array by `reduce_precision` to the exponent and mantissa of its own dtype, because XLA may compute
 float32, float16 and bfloat16 with excess precision. For other dtypes this is no identity: in float8 and float4, it rounds
 subnormals to zero and overflows above the largest power of two, for example above 256 in `float8_e4m3fn`; it rejects complex
-numbers. JAX has no hook, so the function that inserts the rounding is replaced, and its counterpart of `jax_remat3`: from the
-first block on that computes such an array, because JAX may differentiate a traced block at any later time.
+numbers. So the function that inserts the rounding is replaced, and its counterpart of `jax_remat3`.
 """
 
 
@@ -267,7 +269,6 @@ def block_function(run: Callable[..., Any], rule: Callable[..., Any]) -> Callabl
 
     The call is a `custom_jvp_call` of JAX, despite `jax_custom_jvp3` (`established_forms`).
     """
-    linear_parts_are_batched.keep()  # a traced block may be batched at any later time
     run.__name__ = run.__qualname__ = _block_name.get()
     block = jax.custom_jvp(run)
     block.defjvp(rule, symbolic_zeros=True)

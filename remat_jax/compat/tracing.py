@@ -316,6 +316,11 @@ def method_inside_decorators(context: Any) -> Callable[..., Any]:
     return linen_method(context.orig_method.func)
 
 
+def in_linen_module() -> bool:
+    """Whether a method of a Linen module is running."""
+    return _linen_module._context.module_stack[-1] is not None
+
+
 def linen_method(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` as Flax runs a method of a Linen module: with the module's scope, and as a compact method if it is one."""
     method: Callable[..., Any] = _linen_module.wrap_method_once(function)

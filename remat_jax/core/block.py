@@ -166,6 +166,7 @@ class BlockUnderPolicy:
           staying: called when the block is differentiated; returns the indices of inputs that stay on the device although the
             policy offloads them.
         """
+        compat.install_hooks()
         if not isinstance(self.policy, Policy):
             assert not rows, "a JAX policy could save a row that is read from its stack"
             return _checkpoint(compat.jaxpr_function(self.jaxpr), self.policy, prevent_cse)
