@@ -359,7 +359,7 @@ def usual_shardings_of_step(
 
     >>> w, x = jax.ShapeDtypeStruct((4, 8), "float32"), jax.ShapeDtypeStruct((16, 4), "float32")
     >>> usual_shardings_of_step(as_mesh("fsdp=4"), ((w, w), x), {w.shape}, ("args[0]", "args[1]"))
-    ((P(None, 'fsdp'), P(None, 'fsdp')), P(('fsdp',),))
+    ((P(None, 'fsdp'), P(None, 'fsdp')), P('fsdp',))
     """
     states = [any(leaf.shape in trained for leaf in jax.tree.leaves(argument)) for argument in arguments]
     first = max((place + 1 for place, is_state in enumerate(states) if is_state), default=0)
