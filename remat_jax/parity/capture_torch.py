@@ -33,7 +33,7 @@ def capture_torch(module: Any, inputs: Any, loss: Loss | None = None, *, call: C
     `module(*inputs)`. A checkpointed module is listed once, with the values of its forward pass. The parameters' existing
     `.grad` is restored. A module whose `forward` is called directly is not recorded.
 
-    >>> import torch
+    >>> import numpy as np, torch
     >>> trace = capture_torch(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()), (np.ones((1, 3)),))
     >>> [(call.path, call.kind) for call in trace.calls]
     [('0', 'Linear'), ('1', 'Tanh'), ('', 'Sequential')]
