@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -117,12 +119,23 @@ def saved_for_backward(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Sav
     del result
     # Storages in reference cycles must not count as kept by the graph.
     gc.collect()
-    held = watch.alive()
+    held = _settled(watch)
     graph.clear()
     gc.collect()
     left = watch.alive()
     held_by_graph = [entry for key, entry in held.items() if key not in left and entry.nbytes]
     return SavedBytes(_placed(held_by_graph, watch.accelerated))
+
+
+def _settled(watch: _StorageWatch) -> dict[int, SavedEntry]:
+    """The storages that are alive, once the threads of collectives, which hold arrays a moment longer than the caller, let go."""
+    alive = watch.alive()
+    while dist.is_available() and dist.is_initialized():
+        time.sleep(0.02)
+        before, alive = alive, watch.alive()
+        if len(alive) == len(before):
+            break
+    return alive
 
 
 class _StorageWatch(TorchDispatchMode):
