@@ -53,7 +53,10 @@ def cut(candidate: StepCandidate, cuts: Cuts) -> StepCandidate:
 
 @dataclass
 class Searched:
-    """A search and its compiler: `size` gives a candidate's device bytes, `pace` its seconds, or None for a CPU."""
+    """A search and its compiler.
+
+    `size` gives a step's device bytes, `more` what it needs in addition with other kernels, `pace` its seconds (None: on a CPU).
+    """
 
     stack: Stack
     budget: float
@@ -62,6 +65,7 @@ class Searched:
     host: float = math.inf
     pace: Callable[[StepCandidate], float] | None = None
     arguments: float = 0.0
+    more: Callable[[StepCandidate], int | None] = lambda candidate: None
     asked: list[list[StepCandidate]] = field(default_factory=list)
     known: Known = field(init=False)
 
@@ -89,7 +93,7 @@ class Searched:
         return self
 
     def run(self) -> Ended:
-        return search(self.known, self.compile_them)
+        return search(self.known, self.compile_them, compile_otherwise=lambda tried: self.more(tried.candidate))
 
 
 def drawn(seed: int) -> Searched:
@@ -138,4 +142,12 @@ def drawn(seed: int) -> Searched:
 
     timed = draw.random() < 0.5
     pace = (lambda candidate: paces.get(candidate.family, 1.0)) if timed else None
-    return Searched(stack, budget, size, candidates, host, pace, arguments=0.5 * fixed)
+    share = draw.choice([None, None, 0.0, 0.01, 0.05])
+
+    def more(candidate: StepCandidate) -> int | None:
+        wave = math.cos(candidate.saved_bytes / 97.0)
+        return (
+            None if share is None else round(share * (1 + 0.2 * wave) * size(candidate) * (1 if candidate.checkpoints else 4))
+        )
+
+    return Searched(stack, budget, size, candidates, host, pace, 0.5 * fixed, more)

@@ -134,6 +134,8 @@ class Compiled:
     Attributes:
       sound: False if compilation failed, the program may be miscompiled, or the compiler refused it as too large.
       sizes, program: all figures from the compiler, and the program that it compiled; None if compilation failed.
+      more: the device bytes that it needs in addition with other kernels, which a GPU may choose (`without_triton`); None if it
+        was not compiled with them.
     """
 
     device_bytes: int
@@ -141,6 +143,12 @@ class Compiled:
     sound: bool = True
     sizes: Any = field(default=None, compare=False)
     program: Any = field(default=None, compare=False, repr=False)
+    more: int | None = None
+
+    @property
+    def most_bytes(self) -> int:
+        """The device bytes with those kernels that need most, as far as it was compiled with them."""
+        return self.device_bytes + (self.more or 0)
 
     @property
     def refused(self) -> bool:

@@ -18,11 +18,12 @@ _LINK_RATES = {"out_bytes_per_s", "in_bytes_per_s"}
 def choose_fastest(known: Known) -> tuple[Tried, list[PlanFinding]]:
     """The step for the plan, and what was preferred at what cost.
 
-    If a step has no compiled time, as on a CPU, the step of the lowest traced estimate is chosen.
+    If a step has no compiled time, as on a CPU, the step of the lowest traced estimate is chosen. If no step fits with all
+    kernels, it is `known.in_hand`.
     """
-    fitting, best = known.fit.fitting, known.best
+    fitting, best = known.fit.fitting, known.in_hand
     assert best is not None, "a step fits"
-    if not known.times.compiled:
+    if not known.times.compiled or not fitting:
         return best, []
     fastest = min(fitting, key=_seconds)
     chosen = min(

@@ -42,10 +42,11 @@ class Fit:
     """The compiled steps of one search, and the stack fitted to them. `guess` is the stack before any compilation.
 
     All amounts are in bytes. `arguments` is the size of the step's arguments, which are on the device under every policy.
+    `whole_budget` includes what other kernels may need more (`Compiled.more`); `within` does not.
     """
 
     def __init__(self, guess: Stack, budget: float, host_budget: float = math.inf, arguments: float = 0.0) -> None:
-        self.guess, self.budget, self.host_budget, self.arguments = guess, budget, host_budget, arguments
+        self.guess, self.whole_budget, self.host_budget, self.arguments = guess, budget, host_budget, arguments
         self.tried: list[Tried] = []
         self._fitted: dict[tuple[int, float, bool], Stack] = {}
 
@@ -53,6 +54,31 @@ class Fit:
         """Add compiled candidates, with the memory that was predicted for them."""
         expected = [self.expected(candidate) for candidate in candidates]
         self.tried += map(Tried, candidates, compiled, expected)
+
+    def learn_more(self, tried: Tried, more: int) -> None:
+        """Add that a compiled step needs `more` bytes with other kernels (`Compiled.more`)."""
+        self.tried[self.tried.index(tried)] = replace(tried, compiled=replace(tried.compiled, more=more))
+
+    @property
+    def budget(self) -> float:
+        """The device bytes that a step with checkpoints may need as compiled (`within`)."""
+        return self.whole_budget - self._more(checkpoints=True, limited=False)
+
+    def within(self, candidate: StepCandidate) -> float:
+        """The device bytes that a candidate may need as compiled.
+
+        The budget without what it needs more with other kernels. If it was not compiled with these, what steps like it need
+        more: without checkpoints, or under a memory limit, XLA rematerialises by itself, which depends on the kernels.
+        """
+        tried = self.known(candidate)
+        if tried is not None and tried.compiled.more is not None:
+            return self.whole_budget - tried.compiled.more
+        return self.whole_budget - self._more(candidate.checkpoints, candidate.memory_limit is not None)
+
+    def _more(self, checkpoints: bool, limited: bool) -> int:
+        checked = [step for step in self.tried if step.compiled.more is not None and step.candidate.checkpoints == checkpoints]
+        alike = [step for step in checked if (step.candidate.memory_limit is not None) == limited]
+        return max((step.compiled.more or 0 for step in alike or checked), default=0)
 
     @property
     def compiled(self) -> list[Tried]:
@@ -74,7 +100,8 @@ class Fit:
     def fits(self, tried: Tried) -> bool:
         """Whether a compiled step is sound and within both budgets."""
         compiled = tried.compiled
-        return compiled.sound and compiled.device_bytes <= self.budget and compiled.host_bytes <= self.host_budget
+        fits = compiled.device_bytes <= self.within(tried.candidate) and compiled.host_bytes <= self.host_budget
+        return compiled.sound and fits
 
     def known(self, candidate: StepCandidate) -> Tried | None:
         """The compiled step of a candidate; None if it was not compiled."""
@@ -111,15 +138,18 @@ class Fit:
     def expected(self, candidate: StepCandidate) -> int:
         """The device bytes of a candidate: compiled if known, otherwise predicted.
 
-        The memory that cutting a scan costs is not predicted, so a candidate without cuts is predicted from steps without cuts.
-        Without checkpoints, XLA may rematerialise by itself: only a share of the saved bytes counts.
+        A candidate that differs little from a compiled step (`StepCandidate.near`) is predicted from that step. The memory that
+        cutting a scan costs is not predicted, so a candidate without cuts is predicted from steps without cuts. Without
+        checkpoints, XLA may rematerialise by itself: only a share of the saved bytes counts.
         """
         if (tried := self.known(candidate)) is not None:
             return tried.compiled.device_bytes
         if candidate.expected_bytes is not None:
             return candidate.expected_bytes
         spared = 0.0 if candidate.checkpoints else (1 - _OFF_SHARE) * candidate.saved_bytes
-        stack = self.around(self.budget, uncut=not self.is_cut(candidate))
+        near = None if candidate.near is None else self.known(candidate.near)
+        size = self.budget if near is None else near.compiled.device_bytes
+        stack = self.around(size, uncut=not self.is_cut(candidate))
         return round(predicted(stack, candidate.loads) - spared)
 
     def shown(self, candidate: StepCandidate) -> int:
@@ -150,12 +180,12 @@ class Fit:
 
     def may_fit(self, candidate: StepCandidate) -> bool:
         """Whether the prediction is over the budget by at most twice its error."""
-        return self.expected(candidate) <= self.budget + 2 * self.error(candidate)
+        return self.expected(candidate) <= self.within(candidate) + 2 * self.error(candidate)
 
     def cannot_fit(self, candidate: StepCandidate) -> bool:
         """Whether arguments and saved bytes alone exceed the budget; without checkpoints, only half the saved bytes count."""
         share = 1 if candidate.checkpoints else _OFF_SHARE
-        return self.arguments + candidate.saved_bytes * share > self.budget
+        return self.arguments + candidate.saved_bytes * share > self.whole_budget
 
 
 def predicted(stack: Stack, loads: Loads) -> float:

@@ -75,6 +75,12 @@ class Known:
 
         return min(self.fit.fitting, key=rank, default=None)
 
+    @property
+    def in_hand(self) -> Tried | None:
+        """The best step, or one that exceeds the budget only with other kernels (`Compiled.more`), by as little as possible."""
+        checked = [step for step in self.fit.tried if step.compiled.more is not None]
+        return self.best or min(checked, key=lambda step: step.compiled.most_bytes, default=None)
+
     def named_policy(self, name: str) -> StepCandidate | None:
         """The candidate of a named policy; None if the policy is not applicable."""
         return next((candidate for candidate in self.named if candidate.name == name), None)
@@ -96,7 +102,7 @@ class Known:
     def _chance(self, candidate: StepCandidate) -> float:
         if candidate.host_bytes > self.fit.host_left or self.fit.cannot_fit(candidate):
             return 0.0
-        room = self.fit.budget - self.fit.expected(candidate)
+        room = self.fit.within(candidate) - self.fit.expected(candidate)
         chance = _UNIT.cdf(room / self.fit.error(candidate))
         if self.fit.may_fit(candidate) or candidate.family == "named" or not self.fit.fitting:
             return max(_LEAST_CHANCE, chance)

@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from remat_jax.planning.candidate import Compiled, StepCandidate, Tried
+from remat_jax.planning.choose_fastest import choose_fastest
 from remat_jax.planning.generators import GENERATORS, Generator
 from remat_jax.planning.known import Known
 
 Compile = Callable[[Sequence[StepCandidate], Tried | None], list[Compiled]]
 """Compiles candidates in parallel, given the best step so far; an empty result means that the time is up."""
+
+CompileOtherwise = Callable[[Tried], int | None]
+"""Compiles a step with other kernels, and returns the bytes that it then needs more; None if it is not to be, or cannot be."""
 
 MOST_COMPILED = 8
 """The maximum number of compilations once a step fits."""
@@ -31,18 +35,39 @@ class Ended:
     left: tuple[StepCandidate, ...] = ()
 
 
-def search(known: Known, compile_them: Compile, generators: Iterable[Generator] = tuple(GENERATORS.values())) -> Ended:
-    """Compile proposals two at a time, and learn from each; `known.best` is then the fastest step that fits, if any does.
+def search(
+    known: Known,
+    compile_them: Compile,
+    generators: Iterable[Generator] = tuple(GENERATORS.values()),
+    compile_otherwise: CompileOtherwise = lambda tried: None,
+) -> Ended:
+    """Compile the most promising proposals and learn from each, until the step to choose fits with other kernels too.
 
-    A proposal's score is its chance to fit times its expected gain (`Known.chance`, `Known.gain`).
+    `known.best` is then the fastest step that fits, if any does.
     """
-    begin, generators = len(known.fit.tried), tuple(generators)
+    generators = tuple(generators)
+    while True:
+        ended = _search(known, compile_them, generators)
+        if known.best is None:
+            return ended
+        chosen, _ = choose_fastest(known)
+        more = compile_otherwise(chosen) if chosen.compiled.more is None else None
+        if more is None:
+            return ended
+        known.fit.learn_more(chosen, more)
+        if more <= known.fit.whole_budget - chosen.compiled.device_bytes:
+            return ended
+
+
+def _search(known: Known, compile_them: Compile, generators: Iterable[Generator]) -> Ended:
+    """Compile proposals two at a time, those of the highest scores: chance to fit times expected gain (`Known`)."""
+    begin = len(known.fit.tried)
     while chosen := most_promising(known, proposals(known, generators)):
-        most = MOST_COMPILED if known.best is not None else MOST_UNTIL_ONE_FITS
+        most = MOST_COMPILED if known.in_hand is not None else MOST_UNTIL_ONE_FITS
         chosen = chosen[: max(0, most - (len(known.fit.tried) - begin))]
         if not chosen:
             return Ended("compilations", left(known, generators))
-        answers = compile_them(chosen, known.best)
+        answers = compile_them(chosen, known.in_hand)
         if not answers:
             return Ended("time", left(known, generators))
         known.fit.learn(chosen, answers)

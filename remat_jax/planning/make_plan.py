@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,9 +17,7 @@ from remat_jax.errors import ArgumentError, InfeasibleBudget
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import SHOWN, Advice, advise, largest, traced_products
-from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.devices import check_devices, host_shortage
-from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, GRAPHS, Kernels, check_timeout
 from remat_jax.planning.beyond import Predicted, estimated, with_changes
 from remat_jax.planning.candidate import StepCandidate, Tried
@@ -38,7 +37,7 @@ from remat_jax.planning.problem import KEEP_ALL, recompute_flops
 from remat_jax.planning.search_problem import Problem, problem
 from remat_jax.planning.steps import takes_steps
 from remat_jax.planning.translate import policies_of
-from remat_jax.planning.without_triton import NOT_SHOWN_WITHOUT_TRITON, fitting_without_triton
+from remat_jax.planning.without_triton import kernel_findings, more_without_triton
 from remat_jax.policy import LayerPolicies
 from remat_jax.report.progress import shown, silent
 from remat_jax.report.tables import format_bytes, format_estimate
@@ -114,19 +113,14 @@ def plan(
 
         def plan_of(workload: Workload, share: float) -> Plan:
             check_arguments_fit(workload, device)
-
-            def plan_for(budget: int, timeout: float, known: list[Tried]) -> tuple[Plan, ExportedProgram, list[Tried]]:
-                planners.append(_Planner(workload, budget, target, host, timeout, say, kernels, known))
-                return *planners[-1].plan(), planners[-1].known.fit.tried
-
-            return fitting_without_triton(plan_for, workload, device, target, share * (ends - time.monotonic()), say, kernels)
+            planners.append(_Planner(workload, device, target, host, share * (ends - time.monotonic()), say, kernels))
+            return planners[-1].plan()
 
         if allowed:
             made = with_changes(plan_of, workload, allowed)
         else:
             made = plan_of(workload, 1.0)
-            # A second plan for a smaller budget may have failed: take what the last plan that was made learnt.
-            made = replace(made, beyond=next((each.beyond(made) for each in reversed(planners) if each.advice), ()))
+            made = replace(made, beyond=planners[-1].beyond(made))
     warn(finding.text for finding in made.findings if finding.severity == "warning")
     return made
 
@@ -155,7 +149,7 @@ def _with_best_so_far(workload: Workload, planners: Sequence[_Planner]) -> Itera
         yield
     except KeyboardInterrupt as error:
         # A planner of a changed workload does not know the changes.
-        begun = [each for each in reversed(planners) if each.workload is workload and each.known.best is not None]
+        begun = [each for each in reversed(planners) if each.workload is workload and each.known.in_hand is not None]
         if begun:
             best = begun[0].so_far()
             error.plan = best  # type: ignore[attr-defined]
@@ -177,7 +171,7 @@ def _check(workload: Any, timeout: Any, target: Target) -> None:
 
 @dataclass
 class _Planner:
-    """Makes one plan; `tried` are steps that were compiled for another budget."""
+    """Makes one plan."""
 
     workload: Workload
     budget: int
@@ -186,7 +180,6 @@ class _Planner:
     timeout: float
     progress: Progress
     kernels: Kernels
-    tried: Sequence[Tried] = ()
     advice: tuple[Advice, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
@@ -195,7 +188,6 @@ class _Planner:
         self.progress(f"{self.workload.name}: tracing", 0, 1)
         self.problem = self._problem(self.workload)
         self.described, self.known, self.findings = self.problem.described, self.problem.known, self.problem.findings
-        self.known.fit.tried += self.tried
         self.described_seconds = time.monotonic() - begin
         self.compiler = Compiler(
             self.workload,
@@ -224,33 +216,32 @@ class _Planner:
     def _infeasible(self) -> InfeasibleBudget:
         return infeasible(self.workload, self.known.fit.smallest, self.budget, self.host_budget, self.target)
 
-    def plan(self) -> tuple[Plan, ExportedProgram]:
-        """The plan, and its step as it was compiled."""
-        ended = search(self.known, self.compiler.compile)
+    def plan(self) -> Plan:
+        """The plan of a whole search."""
+        otherwise = functools.partial(more_without_triton, self.compiler)
+        ended = search(self.known, self.compiler.compile, compile_otherwise=otherwise)
         if not self.known.fit.compiled:
             self.leanest()
-        if self.known.best is None:
+        if self.known.in_hand is None:
             raise self._infeasible()
-        self._add_as_written(self.known.best)
+        self._add_as_written(self.known.in_hand)
         return self._plan(ended)
 
     def so_far(self) -> Plan:
         """The plan of what was compiled before an interrupt. Nothing else is compiled, and no further problem is solved."""
         kept = [each for each in self.findings if each.kind not in ("cut_short", "not_shown")]
         kept.append(info("cut_short", "The search was interrupted; a longer search may find a faster plan"))
-        if backend_of(self.target).chooses_kernels_on_device:
-            kept.append(info("not_shown", NOT_SHOWN_WITHOUT_TRITON))
         self.deadline, self.findings[:] = -math.inf, kept
-        return self._plan(Ended("interrupt"))[0]
+        return self._plan(Ended("interrupt"))
 
-    def _plan(self, ended: Ended) -> tuple[Plan, ExportedProgram]:
+    def _plan(self, ended: Ended) -> Plan:
         best, preferred = choose_fastest(self.known)
         self.findings += preferred
         self.progress("reading the frontier", len(self.known.fit.tried), len(self.known.fit.tried))
         policies = policies_of(self.described, best.candidate)
         fields = outcome(self.described, self.target, self.known, best, self.problem.remarks, self._is_late)
         self._find(ended, best, fields)
-        plan = Plan(
+        return Plan(
             policies=policies,
             recompute_flops=self._recompute_flops(best.candidate, policies),
             workload=one_line(self.workload.name),
@@ -265,14 +256,13 @@ class _Planner:
             left_out=tuple(candidate.title for candidate in ended.left),
             **fields,
         )
-        return plan, best.compiled.program
 
     def _left(self) -> float:
         return self.deadline - time.monotonic()
 
     @property
     def _timeout_text(self) -> str:
-        # A second plan has what is left of the whole call's time.
+        # A change beyond the blocks has a share of the whole call's time.
         return f"{self.timeout if self.timeout < 10 else round(self.timeout):g}"
 
     def _is_late(self) -> bool:
@@ -315,6 +305,7 @@ class _Planner:
             self.findings.append(warning("host", f"Host memory: {short}, or plan with a host_budget"))
         if sizes.warning is not None:
             self.findings.append(warning("miscompiled", f"{sizes.warning[0].upper()}{sizes.warning[1:]}"))
+        self.findings += kernel_findings(self.known, best, self.target)
         if candidate.name not in KEEP_ALL and ended.by != "interrupt":
             self.advice = advise(self.workload, sizes, traced_products(self.workload), self.target)
             self.findings += [info("beyond", text) for text in filter(None, [largest(self.advice, sizes)])]

@@ -69,7 +69,7 @@ def outcome(
         "named": (*named, *remarks),
         "parts": parts_of(described, stack, best.candidate),
         "assumed_rates": assumed_rates(best.compiled.sizes.time, target),
-        "next_bytes": next_bytes(fit.budget),
+        "next_bytes": next_bytes(fit.whole_budget),
         "next_gib_seconds": next_gib,
         "tried": tuple((step.candidate.name or "a plan", step.compiled.device_bytes) for step in fit.compiled),
         "is_maximal": is_best and more.is_maximal(known),
@@ -183,14 +183,15 @@ def gain_of_more_memory(known: Known, best: Tried) -> float | None:
 
     A step that was compiled counts with its compiled memory and time, any other with its estimates.
     """
-    stack, budget, seconds = known.fit.stack, known.fit.budget, known.seconds(best.candidate)
+    stack, fit, seconds = known.fit.stack, known.fit, known.seconds(best.candidate)
     anything = known.solved.plan(stack, math.inf)
     of_any_size = [*([] if anything is None else [anything]), *known.named]
     if all(known.seconds(candidate) * _ALIKE >= seconds for candidate in of_any_size):
         return None
-    more = budget + next_bytes(budget)
-    larger = known.solved.plan(stack, more)
-    within = [step.candidate for step in known.fit.compiled if step.compiled.sound and step.compiled.device_bytes <= more]
-    if larger is not None and known.fit.known(larger) is None:
+    more = next_bytes(fit.whole_budget)
+    larger = known.solved.plan(stack, fit.budget + more)
+    sound = [step for step in fit.compiled if step.compiled.sound]
+    within = [step.candidate for step in sound if step.compiled.device_bytes <= fit.within(step.candidate) + more]
+    if larger is not None and fit.known(larger) is None:
         within.append(larger)
-    return max(0.0, *(seconds - known.seconds(candidate) for candidate in within))
+    return max([0.0, *(seconds - known.seconds(candidate) for candidate in within)])

@@ -18,13 +18,18 @@ def propose(known: Known) -> Iterable[StepCandidate]:
     XLA hardly rematerialises inside a scan, so scanned layers are compiled with a limit only if nothing else fits. Nothing is
     proposed while no step is compiled, or on a CPU.
     """
-    fit, budget = known.fit, known.fit.budget
+    fit = known.fit
     if not known.has_times or not fit.compiled or (known.scanned and fit.fitting):
         return []
     off = None if known.scanned else known.named_policy("off")
-    near = [off] if off is not None and fit.expected(off) <= _NEAR * budget else []
-    over = [step.candidate for step in fit.compiled if budget < step.compiled.device_bytes <= _NEAR * budget]
+    near = [off] if off is not None and fit.expected(off) <= _NEAR * fit.whole_budget else []
+    over = [step.candidate for step in fit.compiled if fit.budget < step.compiled.device_bytes <= _NEAR * fit.whole_budget]
     near += sorted((step for step in over if step.memory_limit is None), key=lambda step: step.seconds)[:1]
     # With less, XLA might recompute for a step that fits as it is.
     chosen = [step for step in dict.fromkeys(near) if (tried := fit.known(step)) is None or not fit.fits(tried)]
-    return [replace(step, memory_limit=round(budget), source="memory_limit", expected_bytes=round(budget)) for step in chosen]
+    return [_limited(known, step) for step in chosen]
+
+
+def _limited(known: Known, step: StepCandidate) -> StepCandidate:
+    limit = round(known.fit.within(replace(step, memory_limit=0)))
+    return replace(step, memory_limit=limit, source="memory_limit", expected_bytes=limit)

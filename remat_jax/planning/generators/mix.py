@@ -48,6 +48,6 @@ def _uncompiled(known: Known, stack: Stack, budget: float, most_policies: int | 
             return plan
         if known.fit.fits(tried):
             return None
-        over = tried.compiled.device_bytes - known.fit.budget
+        over = tried.compiled.device_bytes - known.fit.within(plan)
         budget -= _AFTER_FAILURE * budget if tried.compiled.device_bytes == FAILED else max(over, 1e-3 * known.fit.budget)
     return None
