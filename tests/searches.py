@@ -55,7 +55,7 @@ def cut(candidate: StepCandidate, cuts: Cuts) -> StepCandidate:
 class Searched:
     """A search and its compiler.
 
-    `size` gives a step's device bytes, `more` what it needs in addition with other kernels, `pace` its seconds (None: on a CPU).
+    `size` gives a step's device bytes, `more` what it needs in addition with other kernels, `pace` its seconds (CPU: None).
     """
 
     stack: Stack

@@ -43,8 +43,7 @@ def _uncompiled(known: Known, stack: Stack, budget: float, most_policies: int | 
     """The fastest mix within `budget` that is not compiled; None if the fastest is compiled and fits, or if there is none."""
     for _ in range(_TRIES):
         plan = known.solved.plan(stack, budget, most_policies)
-        tried = None if plan is None else known.fit.known(plan)
-        if tried is None:
+        if plan is None or (tried := known.fit.known(plan)) is None:
             return plan
         if known.fit.fits(tried):
             return None
