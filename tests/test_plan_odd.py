@@ -73,7 +73,9 @@ def test_a_compiler_that_compiles_nothing_is_no_lack_of_memory(monkeypatch):
         rj.plan(job(scanned=True), BUDGET, "cpu")
 
 
-def test_a_plan_that_fits_is_kept_when_time_is_up(monkeypatch):
+@pytest.fixture
+def slow_compiler(monkeypatch) -> list[float]:
+    """A compilation takes 40 s of the returned clock."""
     compile_programs, now = compile_candidates.compile_programs, [0.0]
 
     def slow(programs, *rest, **options):
@@ -82,9 +84,19 @@ def test_a_plan_that_fits_is_kept_when_time_is_up(monkeypatch):
 
     monkeypatch.setattr(compile_candidates, "compile_programs", slow)
     monkeypatch.setattr(compile_candidates.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_plan_that_fits_is_kept_when_time_is_up(slow_compiler):
     planned = rj.plan(job(scanned=True), 10 * MIB, "cpu", timeout=30)
-    assert planned.device_bytes <= 10 * MIB and now[0] == 80.0  # one pair
+    assert planned.device_bytes <= 10 * MIB and slow_compiler == [80.0]  # one pair
     assert any("The search ended after timeout=30 s" in note for note in planned.notes)
+
+
+def test_time_that_is_up_before_a_step_fits_is_no_lack_of_memory(slow_compiler):
+    with pytest.raises(CompileError, match=r"timeout=30 s was over .* fits budget=4500000 .* so far, under .* needs 4\.6 MiB"):
+        rj.plan(job(scanned=True), "4.5 MB", "cpu", timeout=30)
+    assert slow_compiler[0] <= 120.0  # one pair, and what needs least
 
 
 def test_tracing_is_within_the_timeout_too(monkeypatch):

@@ -60,23 +60,17 @@ class Compiler:
     _longest: float = field(default=0.0, init=False)
     """The longest time of a call of `compile`, in seconds."""
 
-    @property
-    def _reserve(self) -> float:
-        """The seconds kept for compiling the plan's step once more, without Triton (`planning.without_triton`)."""
-        return self._longest if backend_of(self.target).chooses_kernels_on_device else 0.0
+    def _left(self, best: Tried | None) -> float:
+        """The seconds that are left; once a step fits, without those for compiling it without Triton (`without_triton`)."""
+        reserved = best is not None and backend_of(self.target).chooses_kernels_on_device
+        return self.deadline - time.monotonic() - (self._longest if reserved else 0.0)
 
-    @property
-    def _left(self) -> float:
-        """The seconds that are left, without the reserve."""
-        return self.deadline - self._reserve - time.monotonic()
-
-    @property
-    def is_over(self) -> bool:
+    def _is_over(self, best: Tried | None) -> bool:
         """Whether too little time is left to trace another step and to count the FLOPs that the plan recomputes."""
-        return self._left < 2 * self._tracing
+        return self._left(best) < 2 * self._tracing
 
     def compile(self, candidates: Sequence[StepCandidate], best: Tried | None) -> list[Compiled]:
-        """The compiled memory of each candidate; an empty list if the time is up and a step already fits (`best`).
+        """The compiled memory of each candidate; an empty list if the time is up and a step was compiled.
 
         Once a step fits, a failure of another step is only a finding.
 
@@ -84,7 +78,7 @@ class Compiler:
           CompileError, PolicyError, BlockError, UnsupportedError: no step fits yet, all `candidates` failed, and either no step
             could be compiled in two calls, or the time is up. The first error is raised.
         """
-        if best is not None and self.is_over:
+        if self.count and self._is_over(best):
             return []
         begin = time.monotonic()
         keys = [step.name or f"plan {self.count + index + 1}" for index, step in enumerate(candidates)]
@@ -96,10 +90,8 @@ class Compiler:
         with ThreadPoolExecutor(min(SIDE_BY_SIDE, os.cpu_count() or 1)) as pool, Children() as children:
 
             def compiled(program: ExportedProgram, candidate: StepCandidate) -> Compiled:
-                left = max(1.0, self._left if best is not None else self.deadline - time.monotonic())
-                shared: dict[str, Any] = {"kernels": self.kernels, "children": children}
-                limit = candidate.memory_limit
-                sizes = compile_programs([program], self.target, timeout=left, memory_limit=limit, **shared)[program.key]
+                shared: dict[str, Any] = {"kernels": self.kernels, "children": children, "timeout": max(1.0, self._left(best))}
+                sizes = compile_programs([program], self.target, memory_limit=candidate.memory_limit, **shared)[program.key]
                 is_wrong = candidate.host_bytes > 0 and sizes.is_miscompiled
                 return Compiled(sizes.device, sizes.host, not is_wrong and not sizes.refusal, sizes, program)
 

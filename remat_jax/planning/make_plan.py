@@ -19,6 +19,7 @@ from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import SHOWN, Advice, advise, largest, traced_products
 from remat_jax.memory.compile.devices import check_devices, host_shortage
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, GRAPHS, Kernels, check_timeout
+from remat_jax.memory.compile.process import NotDoneError
 from remat_jax.planning.beyond import Predicted, estimated, with_changes
 from remat_jax.planning.candidate import StepCandidate, Tried
 from remat_jax.planning.changes import CHANGES, checked
@@ -86,7 +87,8 @@ def plan(
     Raises:
       InfeasibleBudget: no step fits. The message states the least memory reached and what occupies it.
       PlanningError: a budget or a rate is invalid.
-      TargetError, CompileError, UnsupportedError: as in `measure`.
+      TargetError, CompileError, UnsupportedError: as in `measure`. CompileError also if the timeout ends before a step fits; it
+        states the least memory so far.
       BlockError: the loss does not call the blocks.
 
     >>> import jax, jax.numpy as jnp, flax.linen as nn
@@ -216,14 +218,22 @@ class _Planner:
     def _infeasible(self) -> InfeasibleBudget:
         return infeasible(self.workload, self.known.fit.smallest, self.budget, self.host_budget, self.target)
 
+    def _too_late(self) -> NotDoneError:
+        least = self.known.fit.smallest
+        return NotDoneError(
+            f"timeout={self._timeout_text} s was over before a step of {self.workload.name!r} was found that fits "
+            f"budget={self.budget} ({format_bytes(self.budget)}). The least so far, under {least.candidate.title}, needs "
+            f"{format_bytes(least.compiled.device_bytes)}. Give a longer timeout."
+        )
+
     def plan(self) -> Plan:
         """The plan of a whole search."""
         otherwise = functools.partial(more_without_triton, self.compiler)
         ended = search(self.known, self.compiler.compile, compile_otherwise=otherwise)
-        if not self.known.fit.compiled:
+        if self.known.in_hand is None and (ended.by == "time" or not self.known.fit.compiled):
             self.leanest()
         if self.known.in_hand is None:
-            raise self._infeasible()
+            raise self._infeasible() if ended.by != "time" else self._too_late()
         self._add_as_written(self.known.in_hand)
         return self._plan(ended)
 
@@ -263,7 +273,7 @@ class _Planner:
     @property
     def _timeout_text(self) -> str:
         # A change beyond the blocks has a share of the whole call's time.
-        return f"{self.timeout if self.timeout < 10 else round(self.timeout):g}"
+        return f"{round(self.timeout, 1):g}"
 
     def _is_late(self) -> bool:
         return self._left() < 0
@@ -306,7 +316,7 @@ class _Planner:
         if sizes.warning is not None:
             self.findings.append(warning("miscompiled", f"{sizes.warning[0].upper()}{sizes.warning[1:]}"))
         self.findings += kernel_findings(self.known, best, self.target)
-        if candidate.name not in KEEP_ALL and ended.by != "interrupt":
+        if candidate.name not in KEEP_ALL and ended.by != "interrupt" and not self._is_late():
             self.advice = advise(self.workload, sizes, traced_products(self.workload), self.target)
             self.findings += [info("beyond", text) for text in filter(None, [largest(self.advice, sizes)])]
 
