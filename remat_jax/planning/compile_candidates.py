@@ -70,7 +70,11 @@ class Compiler:
         return self._left(best) < 2 * self._tracing
 
     def compile(self, candidates: Sequence[StepCandidate], best: Tried | None) -> list[Compiled]:
-        """The compiled memory of each candidate; an empty list if the time is up and a step was compiled.
+        """The compiled memory of each candidate, as `compile_now`; an empty list if the time is up and a step was compiled."""
+        return [] if self.count and self._is_over(best) else self.compile_now(candidates, best)
+
+    def compile_now(self, candidates: Sequence[StepCandidate], best: Tried | None) -> list[Compiled]:
+        """The compiled memory of each candidate.
 
         Once a step fits, a failure of another step is only a finding.
 
@@ -78,8 +82,6 @@ class Compiler:
           CompileError, PolicyError, BlockError, UnsupportedError: no step fits yet, all `candidates` failed, and either no step
             could be compiled in two calls, or the time is up. The first error is raised.
         """
-        if self.count and self._is_over(best):
-            return []
         begin = time.monotonic()
         keys = [step.name or f"plan {self.count + index + 1}" for index, step in enumerate(candidates)]
         keys = [

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from remat_jax.apply.blocks import replaced_text
-from remat_jax.errors import ArgumentError, InfeasibleBudget
+from remat_jax.errors import ArgumentError, CompileError, InfeasibleBudget
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import SHOWN, Advice, advise, largest, traced_products
@@ -212,7 +212,7 @@ class _Planner:
         fit = self.known.fit
         for candidate in (self.known.named_policy("full"), self.known.solved.least(fit.stack)):
             if candidate is not None and not fit.fitting and fit.known(candidate) is None:
-                fit.learn([candidate], self.compiler.compile([candidate], None))
+                fit.learn([candidate], self.compiler.compile_now([candidate], None))
         return fit.smallest.compiled.device_bytes, None if fit.fitting else self._infeasible()
 
     def _infeasible(self) -> InfeasibleBudget:
@@ -230,8 +230,10 @@ class _Planner:
         """The plan of a whole search."""
         otherwise = functools.partial(more_without_triton, self.compiler)
         ended = search(self.known, self.compiler.compile, compile_otherwise=otherwise)
-        if self.known.in_hand is None and (ended.by == "time" or not self.known.fit.compiled):
-            self.leanest()
+        compiled = self.known.fit.compiled
+        if self.known.in_hand is None and (ended.by == "time" or not compiled):
+            with contextlib.suppress(*[CompileError] if compiled else []):
+                self.leanest()
         if self.known.in_hand is None:
             raise self._infeasible() if ended.by != "time" else self._too_late()
         self._add_as_written(self.known.in_hand)
