@@ -54,9 +54,10 @@ test-browser: $(STAMP)  ## run the tests that open pages in an installed Chromiu
 test-versions: $(STAMP)  ## run the tests that need no PyTorch on the oldest, a middle and the newest JAX
 	$(BIN)/python -m tests.versions $(ARGS)
 
+NEXT := jax_remat3+jax_custom_jvp3+jax_custom_vjp3
 .PHONY: test-newest
-test-newest: $(STAMP)  ## run a representative part of them with the newest JAX, where there is a Python for it
-	$(BIN)/python -m tests.versions --if-there --jax newest --flags none -m versions $(ARGS)
+test-newest: $(STAMP)  ## run a representative part of them with the newest JAX, as it is and with the flags of the next
+	$(BIN)/python -m tests.versions --if-there --jax newest --flags none --flags $(NEXT) -m versions $(ARGS)
 
 PAIRS := .venv-pairs
 .PHONY: test-pairs

@@ -381,9 +381,10 @@ def test_a_plan_is_that_of_the_model_without_checkpoints_and_applies_to_the_loss
     job = wide()
     budget = rj.measure(job, "dots").device_bytes
     plan, plain = (rj.plan(workload, budget, "cpu") for workload in (job, wide(own=False)))
-    assert (plan.device_bytes, plan.recompute_flops) == (plain.device_bytes, plain.recompute_flops)
+    assert (plan.seconds, plan.base_seconds, plan.recompute_flops) == (plain.seconds, plain.base_seconds, plain.recompute_flops)
     assert plan.device_bytes <= budget and REPLACED in plan.notes
     rows = {row.name: row for row in plan.named}
+    assert all(rows[row.name].seconds == row.seconds for row in plain.named if row.name != "off")
     assert "off" not in rows and rows["as written"].compiled
     # `nn.remat` without a policy recomputes what `full` does.
     assert rows["as written"].seconds == pytest.approx(rows["full"].seconds, rel=1e-6)

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.experimental import io_callback
 
 import remat_jax as rj
+from remat_jax import compat
 from remat_jax.core.origins import is_on_host
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import BlockError, UnsupportedError
@@ -104,7 +105,11 @@ def test_a_linear_solver_has_one_layer_which_is_its_linear_function(solve: Any, 
     gradient = jax.grad(solved(system, solve))(WEIGHTS, x)
     marked, own = solved(marked_system, solve), solved(jax.checkpoint(system), solve)
     assert_same(jax.grad(rj.checkpoint_blocks(marked, {marked_system: policy}))(WEIGHTS, x), gradient)
-    assert_same(jax.grad(rj.checkpoint_blocks(own, {"checkpoints": policy}))(WEIGHTS, x), gradient)
+    if compat.remat3():
+        with pytest.raises(NotImplementedError, match="must implement `transpose`"):
+            own(WEIGHTS, x)  # JAX cannot transpose a region of jax_remat3
+    else:
+        assert_same(jax.grad(rj.checkpoint_blocks(own, {"checkpoints": policy}))(WEIGHTS, x), gradient)
 
 
 def test_a_linear_solver_costs_what_its_solution_costs() -> None:

@@ -150,8 +150,9 @@ def describe_outside(described: Described, workload: Workload) -> Described:
 
 
 def _plain_step(workload: Workload, kinds: Sequence[Kind]) -> TrainingStep:
-    # Under `off`, the cost would include recomputation by checkpoints inside the blocks.
-    return workload.step("everything" if any(kind.program.dropped for kind in kinds) else "off")
+    # Under `off`, the cost would include recomputation by the model's own checkpoints, inside the blocks or around them.
+    own = workload.replaced_checkpoints > 0 or any(kind.program.dropped for kind in kinds)
+    return workload.step("everything" if own else "off")
 
 
 def _with_outside(described: Described, step: TrainingStep) -> Described:
