@@ -297,10 +297,7 @@ def pinned(tree: Any, shardings: Any) -> Any:
 
 def local_struct(leaf: Any, sharding: NamedSharding) -> Any:
     """The shape and dtype of one device's shard of `leaf`, in the same memory space as `leaf`."""
-    shape = sharding.shard_shape(leaf.shape)
-    if compat.is_on_host(leaf):
-        return jax.core.ShapedArray(shape, leaf.dtype, memory_space=jax.memory.Space.Host)
-    return jax.ShapeDtypeStruct(shape, leaf.dtype)
+    return compat.struct(sharding.shard_shape(leaf.shape), leaf.dtype, leaf)
 
 
 # --- other meshes than the workload's own ------------------------------------------------------------------------------

@@ -378,9 +378,8 @@ def test_off_is_the_step_as_written() -> None:
 
 def test_a_plan_is_that_of_the_model_without_checkpoints_and_applies_to_the_loss_as_written(monkeypatch: Any) -> None:
     monkeypatch.setattr(loop, "MOST_COMPILED", 3)
-    job = wide()
-    budget = rj.measure(job, "dots").device_bytes
-    plan, plain = (rj.plan(workload, budget, "cpu") for workload in (job, wide(own=False)))
+    budget = rj.measure(wide(), "dots").device_bytes
+    plan, plain = (rj.plan(wide(own), budget, "cpu") for own in (True, False))
     assert (plan.seconds, plan.base_seconds, plan.recompute_flops) == (plain.seconds, plain.base_seconds, plain.recompute_flops)
     assert plan.device_bytes <= budget and REPLACED in plan.notes
     rows = {row.name: row for row in plan.named}

@@ -100,6 +100,7 @@ from remat_jax.compat.tracing import not_captured as not_captured
 from remat_jax.compat.tracing import on_device as on_device
 from remat_jax.compat.tracing import program_of as program_of
 from remat_jax.compat.tracing import setting as setting
+from remat_jax.compat.tracing import struct as struct
 from remat_jax.compat.tracing import trace_context as trace_context
 from remat_jax.compat.tracing import trace_settings as trace_settings
 from remat_jax.compat.tracing import type_of as type_of

@@ -229,6 +229,13 @@ def is_on_host(leaf: Any) -> bool:
     return getattr(_core.shaped_abstractify(leaf), "memory_space", None) is jax.memory.Space.Host
 
 
+def struct(shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
+    """A struct in the memory space of the array `like`."""
+    if is_on_host(like):
+        return _core.ShapedArray(shape, dtype, memory_space=jax.memory.Space.Host)
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
 def made_by(leaf: Any) -> tuple[int, Any, Any] | None:
     """The equation that computes the tracer `leaf`, as `(index in the trace, equation, output)`; None if there is none."""
     frame: Any = getattr(getattr(leaf, "_trace", None), "frame", None)

@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
-from jax.interpreters import ad, batching
 
 from remat_jax import compat
+from remat_jax.compat import rules
 from remat_jax.core.walk import filled, of_some
 from remat_jax.errors import UnsupportedError
 from remat_jax.policy import JaxPolicy, LayerPolicies, Policy
@@ -145,13 +145,13 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr,
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, jaxpr: ClosedJaxpr, mark: Mark) -> list[Any]:
     # JAX transposes the linear function of a linear solver while it traces the solver.
-    places = [place for place, operand in enumerate(operands) if ad.is_undefined_primal(operand)]
+    places = [place for place, operand in enumerate(operands) if rules.is_undefined_primal(operand)]
     linear = of_some(compat.jaxpr_function(jaxpr), operands, places)
     transposed = jax.linear_transpose(linear, *(operands[place].aval for place in places))
-    return filled([None] * len(operands), places, transposed(list(map(ad.instantiate_zeros, cotangents))))
+    return filled([None] * len(operands), places, transposed(list(map(rules.instantiate_zeros, cotangents))))
 
 
 mark_p.def_effectful_abstract_eval(_abstract)
-ad.primitive_transposes[mark_p] = _transpose
-ad.primitive_jvps[mark_p] = _jvp
-batching.fancy_primitive_batchers[mark_p] = _batch
+rules.primitive_transposes[mark_p] = _transpose
+rules.primitive_jvps[mark_p] = _jvp
+rules.fancy_primitive_batchers[mark_p] = _batch

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.interpreters import ad, batching
 
 from remat_jax import compat
+from remat_jax.compat import rules
 from remat_jax.errors import UnsupportedError
 
 _TWICE = 2
@@ -36,13 +36,13 @@ once_p = compat.new_primitive("differentiated_once", lambda value, order: value,
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, order: int) -> tuple[Any, Any]:
     (tangent,) = tangents
-    if not isinstance(tangent, ad.Zero):
+    if not isinstance(tangent, rules.Zero):
         tangent = once_p.bind(tangent, order=_TWICE)
     return once_p.bind(*primals, order=order), tangent
 
 
 def _transpose(cotangent: Any, _: Any, *, order: int) -> list[Any]:
-    if isinstance(cotangent, ad.Zero):
+    if isinstance(cotangent, rules.Zero):
         return [cotangent]
     if order >= _TWICE:
         raise UnsupportedError(
@@ -58,6 +58,6 @@ def _batch(args: Sequence[Any], axes: Sequence[int], *, order: int) -> tuple[Any
 
 
 once_p.def_abstract_eval(lambda aval, order: aval)
-ad.primitive_jvps[once_p] = _jvp
-ad.primitive_transposes[once_p] = _transpose
-batching.primitive_batchers[once_p] = _batch
+rules.primitive_jvps[once_p] = _jvp
+rules.primitive_transposes[once_p] = _transpose
+rules.primitive_batchers[once_p] = _batch

@@ -19,9 +19,9 @@ from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn
-from jax.interpreters import ad, batching
 
 from remat_jax import compat
+from remat_jax.compat import rules
 from remat_jax.identity import ByIdentity
 
 
@@ -144,8 +144,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
 
 
 choice_p.def_abstract_eval(lambda aval, **_: aval)
-ad.primitive_jvps[choice_p] = _jvp
-batching.primitive_batchers[choice_p] = lambda args, axes, **params: (choice_p.bind(*args, **params), axes[0])
+rules.primitive_jvps[choice_p] = _jvp
+rules.primitive_batchers[choice_p] = lambda args, axes, **params: (choice_p.bind(*args, **params), axes[0])
 
 
 # --- inputs parked on the host ------------------------------------------------------------------------------------------

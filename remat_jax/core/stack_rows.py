@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad, batching
 
 from remat_jax import compat
+from remat_jax.compat import rules
 
 
 @dataclass(frozen=True)
@@ -51,5 +51,5 @@ def _batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
 
 
 read_row_p.def_abstract_eval(lambda row, stack, index: row)
-ad.primitive_jvps[read_row_p] = _jvp
-batching.primitive_batchers[read_row_p] = _batch
+rules.primitive_jvps[read_row_p] = _jvp
+rules.primitive_batchers[read_row_p] = _batch

@@ -29,9 +29,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.extend.core import ClosedJaxpr
-from jax.interpreters import ad, batching
 
 from remat_jax import compat
+from remat_jax.compat import rules
 from remat_jax.core.block import BlockUnderPolicy, is_smooth, linear_part
 from remat_jax.core.shared import Offer, residuals_of
 from remat_jax.core.ties import Links, bind_linear, can_be_handed, ghost, host_zeros, in_order, tied
@@ -251,11 +251,11 @@ linked_block_p = compat.new_primitive("linked_block", _evaluate)
 
 
 def _is_live(tangent: Any) -> bool:
-    return not isinstance(tangent, ad.Zero) and tangent.dtype != jax.dtypes.float0
+    return not isinstance(tangent, rules.Zero) and tangent.dtype != jax.dtypes.float0
 
 
 def _zero(value: Any) -> Any:
-    return ad.Zero(jax.typeof(value).to_tangent_aval())
+    return rules.Zero(jax.typeof(value).to_tangent_aval())
 
 
 def _jvp(
@@ -336,5 +336,5 @@ def _batch(
 
 
 linked_block_p.def_abstract_eval(lambda *_, jaxpr, **__: list(jaxpr.out_avals))
-ad.primitive_jvps[linked_block_p] = _jvp
-batching.fancy_primitive_batchers[linked_block_p] = _batch
+rules.primitive_jvps[linked_block_p] = _jvp
+rules.fancy_primitive_batchers[linked_block_p] = _batch

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.extend.core import ClosedJaxpr
-from jax.interpreters import ad, batching
 
 from remat_jax import compat
+from remat_jax.compat import rules
 from remat_jax.core.block import is_live, is_smooth, zero_tangent
 from remat_jax.core.gradient_ties import in_program_order
 from remat_jax.core.once import transposed_no_more
@@ -144,7 +144,7 @@ def _transpose(
     residuals, tangents = list(args[:num_residuals]), args[num_residuals:size]
     there = staying_spares(slots, args[size:behind])
     others = [other for other, reading in zip(args[behind:], before, strict=False) if not _stays(reading)]
-    concrete = [ad.instantiate_zeros(ct) for ct in cotangents[: len(jaxpr.out_avals)]]
+    concrete = [rules.instantiate_zeros(ct) for ct in cotangents[: len(jaxpr.out_avals)]]
     returned = cotangents[len(jaxpr.out_avals) :]
     fetched: dict[int, Any] = {}
     if handed:
@@ -200,7 +200,7 @@ def _enter_linked(
     fetched = {place: value for place, value in zip(handed, returned, strict=True) if place not in there}
     on_host = {place: residuals[place] for place in fetched}
     kept = {place: there.get(place, residual) for place, residual in enumerate(residuals) if place not in fetched}
-    if any(isinstance(value, ad.Zero) for value in fetched.values()):
+    if any(isinstance(value, rules.Zero) for value in fetched.values()):
         on_host, kept, cotangents = compat.optimization_barrier((on_host, kept, cotangents))
         fetched = {place: compat.fetched(value, cotangents) for place, value in on_host.items()}
         fetched, others = compat.optimization_barrier((fetched, others))
@@ -216,7 +216,7 @@ def in_order(by_place: Mapping[int, Any]) -> list[Any]:
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     # Forward mode over forward mode has no residuals and no backward pass, so nothing is tied.
-    changes = tuple(ad.instantiate_zeros(tangent) for tangent in tangents)
+    changes = tuple(rules.instantiate_zeros(tangent) for tangent in tangents)
     outputs, changes = jax.jvp(lambda *args: _evaluate(*args, **params), tuple(primals), changes)
     return outputs, list(map(transposed_no_more, changes))
 
@@ -244,6 +244,6 @@ def _batch(
 
 
 tied_linear_p.def_abstract_eval(_abstract)
-ad.primitive_transposes[tied_linear_p] = _transpose
-ad.primitive_jvps[tied_linear_p] = _jvp
-batching.fancy_primitive_batchers[tied_linear_p] = _batch
+rules.primitive_transposes[tied_linear_p] = _transpose
+rules.primitive_jvps[tied_linear_p] = _jvp
+rules.fancy_primitive_batchers[tied_linear_p] = _batch

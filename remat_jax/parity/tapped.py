@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from remat_jax import compat
+from remat_jax.compat import rules
 from remat_jax.core.walk import Visit, bodies, equations, interpret
 
 
@@ -45,22 +45,22 @@ def tap(x: Any, label: Label) -> Any:
 def _jvp(primals: Any, tangents: Any, *, label: Label, what: str) -> tuple[Any, Any]:
     (x,), (tangent,) = primals, tangents
     labels = differentiated.get()
-    if labels is not None and type(tangent) is not ad.Zero:
+    if labels is not None and type(tangent) is not rules.Zero:
         labels.add(label)
-    after = tangent if type(tangent) is ad.Zero else tap_p.bind(tangent, label=label, what="tangent")
+    after = tangent if type(tangent) is rules.Zero else tap_p.bind(tangent, label=label, what="tangent")
     return tap_p.bind(x, label=label, what=what), after
 
 
 def _transpose(cotangent: Any, _: Any, *, label: Label, what: str) -> list[Any]:
-    return [cotangent if type(cotangent) is ad.Zero else tap_p.bind(cotangent, label=label, what="cotangent")]
+    return [cotangent if type(cotangent) is rules.Zero else tap_p.bind(cotangent, label=label, what="cotangent")]
 
 
 tap_p.def_impl(lambda x, **_: jnp.asarray(x))
 tap_p.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(tap_p, lambda _, x, **__: [x])
-batching.primitive_batchers[tap_p] = lambda args, dims, **params: (tap_p.bind(args[0], **params), dims[0])
-ad.primitive_jvps[tap_p] = _jvp
-ad.primitive_transposes[tap_p] = _transpose
+rules.register_lowering(tap_p, lambda _, x, **__: [x])
+rules.primitive_batchers[tap_p] = lambda args, dims, **params: (tap_p.bind(args[0], **params), dims[0])
+rules.primitive_jvps[tap_p] = _jvp
+rules.primitive_transposes[tap_p] = _transpose
 
 
 # Taps in the bodies of these equations are not read: the bodies run a data-dependent number of times, or on part of the data.

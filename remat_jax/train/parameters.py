@@ -13,18 +13,13 @@ from remat_jax import compat
 from remat_jax.errors import ArgumentError
 
 
-def struct(leaf: Any, dtype: Any) -> Any:
-    """A struct of the dtype `dtype`, with the shape and the memory space of the array `leaf`."""
-    if compat.is_on_host(leaf):
-        return jax.core.ShapedArray(leaf.shape, dtype, memory_space=jax.memory.Space.Host)
-    return jax.ShapeDtypeStruct(leaf.shape, dtype)
-
-
 def result_structs(function: Callable[..., Any], *args: Any) -> Any:
     """The structs of the arrays that `function(*args)` returns; only traces the function."""
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     leaves, treedef = jax.tree.flatten(shapes)
-    return jax.tree.unflatten(treedef, [struct(aval, leaf.dtype) for aval, leaf in zip(jaxpr.out_avals, leaves, strict=True)])
+    return jax.tree.unflatten(
+        treedef, [compat.struct(aval.shape, leaf.dtype, aval) for aval, leaf in zip(jaxpr.out_avals, leaves, strict=True)]
+    )
 
 
 def device_bytes(tree: Any) -> int:
@@ -44,7 +39,7 @@ def structs(tree: Any, argument: str) -> Any:
                 "values into the loss (a lambda or functools.partial)."
             )
         # Use the dtype that JAX gives NumPy's float64 and int64, which depends on jax_enable_x64.
-        return struct(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
+        return compat.struct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True), leaf)
 
     return jax.tree.map(as_struct, tree)
 
