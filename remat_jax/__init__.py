@@ -1,4 +1,14 @@
-"""Applies, measures and plans activation checkpointing and host offload for Flax models, and proves parity with PyTorch."""
+"""Applies, measures and plans activation checkpointing and host offload for Flax models, and proves parity with PyTorch.
+
+Eight names do most of it:
+
+    plan                the fastest step that fits a memory budget, a `Plan`
+    measure             the memory and the time of a step under a `Policy`, compiled for a GPU or TPU
+    doctor              what a step really keeps, recomputes and offloads, and what is wrong
+    checkpoint_blocks   a loss or a step whose blocks are under a policy
+    remat               one function under a policy
+    Workload            a loss, its parameters and its batch: what the first three ask for
+"""
 
 from __future__ import annotations
 
@@ -110,7 +120,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"})
+    return [*__all__, "__version__"]
 
 
 def _version() -> str:

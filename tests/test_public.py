@@ -64,7 +64,7 @@ def test_any_public_name_may_be_the_first() -> None:
 def test_what_is_no_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'remat_jax' has no attribute 'checkpoint_block'"):
         _ = remat_jax.checkpoint_block
-    assert {*remat_jax.__all__, "__version__"} <= set(dir(remat_jax))
+    assert dir(remat_jax) == sorted({*remat_jax.__all__, "__version__"})
     assert remat_jax.__version__ == importlib.metadata.version("remat_jax")
 
 
