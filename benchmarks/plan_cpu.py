@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import remat_jax as rj
 from benchmarks.record import ROOT, provenance, text_table, write_json
 from examples.models import linen
+from remat_jax.cost.calibrate import calibrate
 from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
-from remat_jax.planning.calibrate import calibrate
 from remat_jax.report.tables import format_bytes
 
 NAMED_WITHOUT_OFFLOAD = ("off", "full", "dots", "dots_with_no_batch_dims", "everything")

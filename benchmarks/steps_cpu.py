@@ -27,7 +27,7 @@ from benchmarks.plan_cpu import calibrated, compiled_runner, in_turns
 from benchmarks.record import ROOT, provenance, text_table, write_json
 from remat_jax.errors import RematError
 from remat_jax.hardware import Target
-from remat_jax.memory.hlo.schedule import step_time
+from remat_jax.memory.step_time.schedule import step_time
 from remat_jax.planning.problem import describe, extra_seconds
 
 CORRELATION, RATIO_ERROR = 0.9, 0.1

@@ -8,8 +8,8 @@ from dataclasses import replace
 from remat_jax.hardware import Target
 from remat_jax.hardware.rates import Rates
 from remat_jax.memory.hlo.copies import Overlap
-from remat_jax.memory.hlo.schedule import step_time
 from remat_jax.memory.hlo.text import HloModule
+from remat_jax.memory.step_time.schedule import step_time
 
 
 def read_overlap(

@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from remat_jax.cli.app import app
+from remat_jax.cost import calibrate as module
+from remat_jax.cost.calibrate import Calibration, calibrate
 from remat_jax.errors import TargetError
 from remat_jax.hardware import target
 from remat_jax.hardware.rates import Rates
 from remat_jax.hardware.target import entry, target_text
-from remat_jax.planning import calibrate as module
-from remat_jax.planning.calibrate import Calibration, calibrate
 
 
 def test_rates_are_operations_and_bytes_over_seconds(monkeypatch):

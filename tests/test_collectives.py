@@ -11,7 +11,7 @@ import pytest
 import remat_jax as rj
 from remat_jax import compat
 from remat_jax.memory.compile.sizes import Sizes
-from remat_jax.memory.hlo.collectives import Collective, executed, read_collectives
+from remat_jax.memory.step_time.collectives import Collective, executed, read_collectives
 from remat_jax.reading import from_plain
 from tests.mesh_models import BATCH, CONFIG, LAYERS, LENGTH, MESH, small_llama
 

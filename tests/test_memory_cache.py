@@ -30,7 +30,7 @@ from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.hlo.copies import Copies, Overlap
 from remat_jax.memory.hlo.live import LiveBuffer
-from remat_jax.memory.hlo.schedule import StepTime
+from remat_jax.memory.step_time.schedule import StepTime
 from remat_jax.step import TrainingStep
 
 OVERLAP = Overlap(Copies(1, 2, 0.1, 0.2, 0.3), Copies(3, 4, 0.4, 0.5, 0.6), 1 / 3, 2e-9, 0.7)
@@ -334,5 +334,5 @@ def test_the_key_covers_what_results_are_computed_with(monkeypatch: pytest.Monke
     real = pathlib.Path.read_bytes
     monkeypatch.setattr(pathlib.Path, "read_bytes", lambda path: read.add(f"{path.parent.name}/{path.name}") or real(path))
     cache._sources.__wrapped__(compiler.CHILD)
-    assert {"compile/child.py", "hlo/schedule.py", "hardware/slices.py", "hardware/rates.py"} <= read
+    assert {"compile/child.py", "step_time/schedule.py", "hardware/slices.py", "hardware/rates.py"} <= read
     assert {"jax", "jaxlib", "jax-cuda13-plugin", "libtpu"} <= set(cache._packages())

@@ -11,7 +11,7 @@ import remat_jax as rj
 from examples.models import moe
 from examples.moe_235b import by_expert, job_on
 from remat_jax import compat
-from remat_jax.memory.hlo.collectives import executed
+from remat_jax.memory.step_time.collectives import executed
 from remat_jax.mesh import as_mesh
 
 CONFIG = moe.MoeConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_experts=4, num_active=2, capacity_factor=9.0)

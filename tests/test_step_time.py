@@ -19,9 +19,9 @@ from remat_jax.errors import ArgumentError, TargetError, UnsupportedError
 from remat_jax.hardware import target
 from remat_jax.hardware.products import FILL, REUSE, Product, reached_share
 from remat_jax.hardware.rates import Links, Rates
-from remat_jax.memory.hlo.collectives import largest_group
-from remat_jax.memory.hlo.schedule import step_time
 from remat_jax.memory.hlo.text import parse
+from remat_jax.memory.step_time.collectives import largest_group
+from remat_jax.memory.step_time.schedule import step_time
 from tests.gpu_text import compile_for_h200
 
 # A product runs at 1000 operations a second, memory at 100 bytes, a kernel takes 1 second to start.

@@ -15,10 +15,10 @@ from remat_jax.hardware import target
 from remat_jax.hardware.rates import Rates
 from remat_jax.memory.compile.backends import backend_of, tpu
 from remat_jax.memory.compile.process import _remedy
-from remat_jax.memory.hlo.collectives import read_collectives
 from remat_jax.memory.hlo.scalars import trip_count
-from remat_jax.memory.hlo.schedule import StepTime, step_time
 from remat_jax.memory.hlo.text import parse
+from remat_jax.memory.step_time.collectives import read_collectives
+from remat_jax.memory.step_time.schedule import StepTime, step_time
 
 V5E, SLICES = target("4xv5e"), target("2xv5e-4")
 RATES = Rates.of(V5E)

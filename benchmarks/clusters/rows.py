@@ -10,7 +10,7 @@ from benchmarks.clusters.cases import CASES, on_gpus, with_state_on_hosts
 from benchmarks.true_shapes.cases import compiling
 from remat_jax.errors import CompileError, InfeasibleBudget
 from remat_jax.memory import MemoryReport
-from remat_jax.memory.hlo.collectives import executed
+from remat_jax.memory.step_time.collectives import executed
 from remat_jax.planning import Plan
 
 PLAN, STATE = "plan", "full, state on hosts"

@@ -26,10 +26,10 @@ from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.hardware.rates import Rates
 from remat_jax.memory.hlo.copies import host_copy
-from remat_jax.memory.hlo.kernel_times import KernelTimes
 from remat_jax.memory.hlo.scalars import trip_count
-from remat_jax.memory.hlo.schedule import step_time
 from remat_jax.memory.hlo.text import FREE, Computation, HloModule, Instruction, parse
+from remat_jax.memory.step_time.kernels import KernelTimes
+from remat_jax.memory.step_time.schedule import step_time
 
 _ENTERED = ("while", "call", "conditional")
 LIBRARY, COPY = "library", "copy to or from the host"

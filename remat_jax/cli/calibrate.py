@@ -9,9 +9,9 @@ import typer
 
 from remat_jax import compat
 from remat_jax.cli.output import Json, answering, progress
+from remat_jax.cost.calibrate import Calibration
+from remat_jax.cost.calibrate import calibrate as measure
 from remat_jax.errors import TargetError
-from remat_jax.planning.calibrate import Calibration
-from remat_jax.planning.calibrate import calibrate as measure
 from remat_jax.report import table
 
 

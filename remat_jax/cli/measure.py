@@ -29,9 +29,9 @@ from remat_jax.memory import MemoryReport, residuals
 from remat_jax.memory.compile.backends import backend_of, limit_bytes
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT
 from remat_jax.memory.diff import compare_policies
-from remat_jax.memory.hlo.collectives import executed
 from remat_jax.memory.hlo.text import COLLECTIVES
 from remat_jax.memory.measure import measure_many
+from remat_jax.memory.step_time.collectives import executed
 from remat_jax.policy import is_off
 from remat_jax.report import format_bytes, table
 from remat_jax.report.stacked_bars import module_memory_figure

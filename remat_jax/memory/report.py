@@ -10,10 +10,10 @@ from remat_jax.apply.blocks import replaced_text
 from remat_jax.memory.advice import SHOWN, Advice
 from remat_jax.memory.compile.options import GRAPHS
 from remat_jax.memory.compile.sizes import REFUSED
-from remat_jax.memory.hlo.collectives import Collective, executed
 from remat_jax.memory.hlo.copies import Copies, Overlap
 from remat_jax.memory.hlo.live import LiveBuffer
 from remat_jax.memory.residuals import SHOWN_SHARED, SharedInput
+from remat_jax.memory.step_time.collectives import Collective, executed
 from remat_jax.report.tables import format_bytes, format_estimate, format_seconds, render, table
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from remat_jax.hardware import Target
 from remat_jax.hardware.rates import Rates
-from remat_jax.memory.hlo.schedule import StepTime
+from remat_jax.memory.step_time.schedule import StepTime
 from remat_jax.planning.candidate import FAILED, StepCandidate, Tried, runs, singles
 from remat_jax.planning.generators import more, without_host
 from remat_jax.planning.generators.groups import INSIDE

@@ -17,8 +17,8 @@ import pytest
 
 from benchmarks.record import write_json
 from remat_jax import porting
+from remat_jax.cost.calibrate import Calibration
 from remat_jax.errors import TargetError
-from remat_jax.planning.calibrate import Calibration
 from remat_jax.report.document import write_whole, written_whole
 from tests.plan_by_hand import plan
 

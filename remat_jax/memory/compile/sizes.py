@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from remat_jax import compat
 from remat_jax.memory.compile.options import overlapping_options
-from remat_jax.memory.hlo.collectives import Collective
 from remat_jax.memory.hlo.copies import Overlap
 from remat_jax.memory.hlo.live import LiveBuffer, Timeline
-from remat_jax.memory.hlo.schedule import StepTime
+from remat_jax.memory.step_time.collectives import Collective
+from remat_jax.memory.step_time.schedule import StepTime
 
 REFUSED = "the step does not fit"
 """`Sizes.no_time` of a step that the compiler refuses because it does not fit the device."""

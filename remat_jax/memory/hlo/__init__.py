@@ -1,1 +1,1 @@
-"""Reading the text of a compiled module: buffers, copies, collectives, time."""
+"""Reading the text of a compiled module: its buffers and copies."""

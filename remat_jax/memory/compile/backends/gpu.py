@@ -27,9 +27,9 @@ from remat_jax.memory.compile.options import (
     toolkit_options,
 )
 from remat_jax.memory.compile.sizes import Sizes
-from remat_jax.memory.hlo.collectives import read_collectives
 from remat_jax.memory.hlo.copies import starts_slice_copies
 from remat_jax.memory.hlo.slots import scanned_offload_is_miscompiled
+from remat_jax.memory.step_time.collectives import read_collectives
 
 
 class GpuBackend(Backend):

@@ -22,8 +22,8 @@ from remat_jax.memory.compile.backends.backend import Backend, LimitOption, Refu
 from remat_jax.memory.compile.backends.xla_files import XlaFiles, modelled_time
 from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.memory.compile.sizes import REFUSED, Sizes
-from remat_jax.memory.hlo.collectives import read_collectives
 from remat_jax.memory.hlo.text import HOST_SPACE
+from remat_jax.memory.step_time.collectives import read_collectives
 
 _ALLOCATION = re.compile(r"^allocation \d+: size (?P<bytes>\d+)(?P<is>.*)$", re.MULTILINE)
 _SPACE = re.compile(r", color (\d+)")

@@ -10,8 +10,8 @@ from remat_jax.errors import ArgumentError, TargetError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.memory.hlo.live import LiveBuffer, Schedule, Timeline, named_arguments
-from remat_jax.memory.hlo.schedule import StepTime, step_time
 from remat_jax.memory.hlo.text import HloModule, parse
+from remat_jax.memory.step_time.schedule import StepTime, step_time
 
 
 @dataclass(frozen=True)

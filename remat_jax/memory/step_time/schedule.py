@@ -17,11 +17,11 @@ from remat_jax.errors import ArgumentError
 from remat_jax.hardware import Target
 from remat_jax.hardware.entries import SECONDS
 from remat_jax.hardware.rates import Rates
-from remat_jax.memory.hlo.collectives import exchange_seconds
 from remat_jax.memory.hlo.copies import Copies, Direction, Overlap, host_copy, round_trips, started_copy
-from remat_jax.memory.hlo.kernel_times import KernelTimes
 from remat_jax.memory.hlo.scalars import trip_count
 from remat_jax.memory.hlo.text import Computation, HloModule, Instruction, parse
+from remat_jax.memory.step_time.collectives import exchange_seconds
+from remat_jax.memory.step_time.kernels import KernelTimes
 
 Lane = Literal["out", "back", "exchange", "prefetch", "sparse"]
 """The streams other than compute: copies to the host, copies back, collectives, copies between a TPU's own memories, and what
