@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
 from remat_jax.errors import CompileError, UnsupportedError
+from remat_jax.memory.compile.process import NotDoneError
 from remat_jax.memory.measure import measure_many
 from remat_jax.planning import compile_candidates
 from remat_jax.planning.explain import named_table
@@ -71,6 +74,13 @@ def test_a_compiler_that_compiles_nothing_is_no_lack_of_memory(monkeypatch):
     monkeypatch.setattr(compile_candidates, "compile_programs", failing)
     with pytest.raises(CompileError, match="crashed at "):
         rj.plan(job(scanned=True), BUDGET, "cpu")
+
+
+def test_time_that_is_up_before_a_step_is_compiled_names_the_callers_timeout(monkeypatch):
+    late = Mock(side_effect=NotDoneError("not done after timeout=1 s, stopped at policy='full'"))
+    monkeypatch.setattr(compile_candidates, "compile_programs", late)
+    with pytest.raises(CompileError, match=r"^timeout=30 s was over before a step of 'perceptrons' was compiled\. Give"):
+        rj.plan(job(scanned=True), BUDGET, "cpu", timeout=30)
 
 
 @pytest.fixture

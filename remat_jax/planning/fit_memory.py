@@ -62,7 +62,7 @@ class Fit:
     @property
     def budget(self) -> float:
         """The device bytes that a step with checkpoints may need as compiled (`within`)."""
-        return self.whole_budget - self._more(checkpoints=True, limited=False)
+        return max(0.0, self.whole_budget - self._more(checkpoints=True, limited=False))
 
     def within(self, candidate: StepCandidate) -> float:
         """The device bytes that a candidate may need as compiled.

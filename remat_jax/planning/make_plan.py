@@ -219,21 +219,31 @@ class _Planner:
         return infeasible(self.workload, self.known.fit.smallest, self.budget, self.host_budget, self.target)
 
     def _too_late(self) -> NotDoneError:
+        begin = f"timeout={self._timeout_text} s was over before a step of {self.workload.name!r} was"
+        if not self.known.fit.compiled:
+            return NotDoneError(
+                f"{begin} compiled. Give a longer timeout, or scan the layers so that there is less to compile."
+            )
         least = self.known.fit.smallest
         return NotDoneError(
-            f"timeout={self._timeout_text} s was over before a step of {self.workload.name!r} was found that fits "
-            f"budget={self.budget} ({format_bytes(self.budget)}). The least so far, under {least.candidate.title}, needs "
-            f"{format_bytes(least.compiled.device_bytes)}. Give a longer timeout."
+            f"{begin} found that fits budget={self.budget} ({format_bytes(self.budget)}). The least so far, under "
+            f"{least.candidate.title}, needs {format_bytes(least.compiled.device_bytes)}. Give a longer timeout."
         )
 
     def plan(self) -> Plan:
         """The plan of a whole search."""
         otherwise = functools.partial(more_without_triton, self.compiler)
-        ended = search(self.known, self.compiler.compile, compile_otherwise=otherwise)
-        compiled = self.known.fit.compiled
-        if self.known.in_hand is None and (ended.by == "time" or not compiled):
-            with contextlib.suppress(*[CompileError] if compiled else []):
+        try:
+            ended = search(self.known, self.compiler.compile, compile_otherwise=otherwise)
+            if self.known.in_hand is None and (ended.by == "time" or not self.known.fit.compiled):
                 self.leanest()
+        except CompileError as error:
+            if self.known.fit.compiled:
+                ended = Ended("time")
+            elif isinstance(error, NotDoneError):
+                raise self._too_late() from error
+            else:
+                raise
         if self.known.in_hand is None:
             raise self._infeasible() if ended.by != "time" else self._too_late()
         self._add_as_written(self.known.in_hand)

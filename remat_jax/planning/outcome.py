@@ -36,15 +36,16 @@ def outcome(
 
     def point(candidate: StepCandidate) -> Point:
         tried, (seconds, timed) = fit.known(candidate), times.of(candidate)
-        failed = tried is not None and tried.compiled.device_bytes == FAILED
+        failed, shown = tried is not None and tried.compiled.device_bytes == FAILED, fit.shown(candidate)
+        exceeds = fit.within(candidate) < shown <= fit.whole_budget and candidate != best.candidate
         return Point(
             candidate.name,
-            None if failed else fit.shown(candidate),
+            None if failed else shown,
             tried.compiled.host_bytes if tried else round(candidate.host_bytes),
             seconds,
             tried is not None,
             parts_of(described, stack, candidate),
-            _remark(tried),
+            _remark(tried) or ("too large with cuBLAS" if exceeds else ""),
             timed,
         )
 
@@ -169,7 +170,8 @@ def _lower_bound(known: Known, best: Tried) -> float | None:
     candidate, times = best.candidate, known.times
     if candidate.choices is None and (candidate.name != "off" or candidate.memory_limit is not None):
         return None
-    extra = known.solved.bound()
+    # The plan may exceed the budget with other kernels, if every step does.
+    extra = known.solved.bound(known.fit.budget if known.fit.fits(best) else known.fit.whole_budget)
     # The plan may be faster than the bound, because a whole policy may cost less than the sum of its residuals, or because the
     # step needs less memory than predicted.
     if extra > candidate.seconds * _ALIKE:

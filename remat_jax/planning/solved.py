@@ -68,9 +68,9 @@ class Solved:
                     solver.add(block_policies(stack, candidate.choices))
         return self._solvers[stack, most_policies]
 
-    def bound(self) -> float:
-        """A lower bound, by the fitted stack, on `StackPlan.extra_seconds` of any plan within both budgets."""
-        return self._solver(self.fit.stack, self.most_policies).bound(self.fit.budget, self.fit.host_left)
+    def bound(self, budget: float) -> float:
+        """A lower bound, by the fitted stack, on `StackPlan.extra_seconds` of any plan within `budget` and the host budget."""
+        return self._solver(self.fit.stack, self.most_policies).bound(budget, self.fit.host_left)
 
     def frontier(self, stack: Stack, points: int, is_over: Callable[[], bool]) -> list[StepCandidate]:
         """The plan of least memory, and the solver's plans at `points` larger budgets; stops when `is_over` returns True."""
