@@ -87,7 +87,8 @@ def test_an_unrolled_offload_by_hand_leaves_most_on_the_device_and_replan_moves_
     assert traps(diagnosis) == ["offload_without_effect"] and diagnosis.target == "h200"
     receipt = rj.measure(by_hand, "off", target="h200").receipt
     assert receipt is not None and receipt.offered_bytes is not None
-    assert f"only {receipt.host_bytes} of {receipt.offered_bytes} offered bytes" in diagnosis.findings[0].problem
+    host, offered = map(rj.report.format_bytes, (receipt.host_bytes, receipt.offered_bytes))
+    assert f"only {host} of the {offered} offered are in host memory" in diagnosis.findings[0].problem
     assert receipt.host_bytes <= receipt.offered_bytes - PRODUCT
     cured = job(by_hand_policy(), change=lambda loss: rj.replan(loss, OFFLOAD))
     assert rj.doctor(cured, "off", target="h200").ok

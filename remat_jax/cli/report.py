@@ -84,7 +84,8 @@ def report(
 
 
 def _show(answer: Answer, gathered: Gathered, where: Path) -> None:
-    title = f"{gathered.workload.name}: one training step compiled for {gathered.target.name}"
+    each = ", memory per device" if gathered.target.devices > 1 else ""
+    title = f"{gathered.workload.name}: one training step compiled for {gathered.target.name}{each}"
     columns = ("policy", "device", "host", "step", "traps")
     answer.show(table(title, columns, [_cells(gathered, policy) for policy in gathered.policies], optional=("host",)))
     for name, why in gathered.left_out.items():

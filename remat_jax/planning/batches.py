@@ -123,7 +123,9 @@ class BatchTable:
 
     def __rich__(self) -> Any:
         columns = ("batch", "device", "host", "step", "examples/s", "over keeping everything", "policy", "")
-        title = f"Batches of {self.best.plan and self.best.plan.workload} on {self.target} within {format_bytes(self.budget)}"
+        plan = self.best.plan
+        each = plan.per_device if plan else ""
+        title = f"Batches of {plan and plan.workload} on {self.target} within {format_bytes(self.budget)}{each}"
         return table(title, columns, [_cells(row, row is self.best) for row in self.rows], caption=self.why)
 
     def __str__(self) -> str:

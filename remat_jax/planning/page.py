@@ -33,7 +33,7 @@ _HINT = (
 
 def page(plan: PlanData) -> str:
     """The plan's page as HTML text."""
-    return document(f"{plan.workload} on {plan.target}, within {format_bytes(plan.budget)}", body(plan))
+    return document(f"{plan.workload} on {plan.target}, within {format_bytes(plan.budget)}{plan.per_device}", body(plan))
 
 
 def body(plan: PlanData, level: int = 2) -> str:
@@ -115,7 +115,7 @@ def _timing(point: Point) -> str:
 def _figures(plan: PlanData, point: Point) -> str:
     left = plan.budget - (point.device_bytes or 0)
     extra = (point.seconds or 0.0) - plan.base_seconds
-    share = f" ({100 * extra / plan.base_seconds:.2g} %)" if plan.base_seconds else ""
+    share = f" ({100 * abs(extra) / plan.base_seconds:.2g} %)" if plan.base_seconds else ""
     figures = {
         "device memory": format_bytes(point.device_bytes),
         "host memory": format_bytes(point.host_bytes),
