@@ -65,7 +65,7 @@ def beyond_table(plan: PlanData) -> Any:
         how = "" if each.seconds is None else "compiled" if each.compiled else "estimated"
         is_made = each.times <= plan.changes.count(each.change)
         verdict = each.remark or ("in this plan" if is_made else "")
-        gained = "" if gain is None or is_made else signed(plan, gain, "slower") + " faster" * (gain >= 0)
+        gained = "" if gain is None or is_made else signed(plan, gain, "slower") + " faster" * (gain > 0)
         rows.append((each.text, format_bytes(each.device_bytes), time_text(plan, each.seconds), how, gained, verdict))
     columns = ("change", "device", "step", "", "than this plan", "")
     return table("Changes beyond the blocks, each as a plan (allow=…)", columns, rows)
