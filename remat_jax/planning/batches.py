@@ -126,7 +126,9 @@ class BatchTable:
         plan = self.best.plan
         each = plan.per_device if plan else ""
         title = f"Batches of {plan and plan.workload} on {self.target} within {format_bytes(self.budget)}{each}"
-        return table(title, columns, [_cells(row, row is self.best) for row in self.rows], caption=self.why)
+        narrow = ("over keeping everything", "host", "policy", "step", "device")
+        cells = [_cells(row, row is self.best) for row in self.rows]
+        return table(title, columns, cells, caption=self.why, optional=narrow)
 
     def __str__(self) -> str:
         return render(self)

@@ -67,8 +67,9 @@ def beyond_table(plan: PlanData) -> Any:
         verdict = each.remark or ("in this plan" if is_made else "")
         gained = "" if gain is None or is_made else signed(plan, gain, "slower") + " faster" * (gain > 0)
         rows.append((each.text, format_bytes(each.device_bytes), time_text(plan, each.seconds), how, gained, verdict))
-    columns = ("change", "device", "step", "", "than this plan", "")
-    return table("Changes beyond the blocks, each as a plan (allow=…)", columns, rows)
+    columns = ("change", "device", "step", "figures", "than this plan", "")
+    narrow = ("figures", "step", "device")
+    return table("Changes beyond the blocks, each as a plan (allow=…)", columns, rows, optional=narrow)
 
 
 def summary(plan: PlanData) -> str:
