@@ -68,6 +68,8 @@ def test_the_page_shows_the_picture_that_is_saved():
 def test_times_at_assumed_rates_are_ranges_in_tables_too():
     text = page(plan(assumed_rates=("flops",)))
     assert text.count("11 ms to 17 ms") > 2 and "12 ms<" not in text
+    told = "the tables give a range for each time"
+    assert told in text and told not in page(plan())
 
 
 def test_a_name_cannot_break_out_of_the_page():

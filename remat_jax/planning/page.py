@@ -30,6 +30,10 @@ _HINT = (
     "keys along the line."
 )
 
+_RANGES = (
+    " Some rates of this hardware are assumed, so the tables give a range for each time; the picture shows the estimate in it."
+)
+
 
 def page(plan: PlanData) -> str:
     """The plan's page as HTML text."""
@@ -50,7 +54,7 @@ def body(plan: PlanData, level: int = 2) -> str:
         layers += f"<div {shown}>{_layers(plan, point.parts)}</div>"
     return f"""{sentences}
 <h{level}>Memory against time</h{level}>
-<p class="hint">{_HINT}</p>
+<p class="hint">{_HINT}{_RANGES if plan.assumed_rates else ""}</p>
 <div id="frontier">{html_picture(lambda width: picture(plan, title="", width=width), label)}</div>
 <div class="slide">
 <label for="at">Way to run the step</label>

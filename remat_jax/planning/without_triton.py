@@ -59,7 +59,7 @@ def fitting_without_triton(
 
     def bytes_without_triton(made: Plan, program: ExportedProgram, limit: int) -> int:
         if left() <= 0:
-            raise CompileError(f"timeout={timeout:g} s is over")
+            raise CompileError("the timeout was over; give a longer one")
         progress("compiling the plan without Triton", len(made.tried), len(made.tried))
         sizes = compile_programs(
             [replace(program, key="the plan")],
