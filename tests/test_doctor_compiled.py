@@ -100,7 +100,7 @@ def test_the_last_block_is_kept_where_nothing_hides_its_copies(monkeypatch):
     workload = job()
     diagnosis = rj.doctor(workload, OFFLOAD, target="h200")
     assert traps(diagnosis) == ["last_block_offloaded"] and diagnosis.findings[0].block == "block_5"
-    assert f"{PRODUCT} bytes" in diagnosis.findings[0].problem
+    assert f"{rj.report.format_bytes(PRODUCT)} of" in diagnosis.findings[0].problem
     cured = {"block_5": "full", Block: OFFLOAD}
     assert rj.doctor(workload, cured, target="h200").ok
     kept = [rj.measure(workload, policy, target="h200").host_bytes for policy in (OFFLOAD, cured)]
