@@ -15,7 +15,7 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.core.softmax_products import softmax_products
 from remat_jax.hardware import target as target_named
-from remat_jax.memory.advice import DTYPE, MICRO, STATE
+from remat_jax.memory.advice import DONATION, DTYPE, MICRO, STATE
 from remat_jax.memory.compile.backends import backend_of
 from tests.test_advice import WIDTH, Block, advised, job
 
@@ -139,3 +139,55 @@ def test_advice_is_code_that_runs_on_the_model_that_it_was_given_for() -> None:
         exec(code, names)
         left = rj.measure(made(names[argument]), "full", "h200").device_bytes
         assert 0 < advice[DTYPE].bytes <= need - left and remark == " bfloat16 rounds small updates away"
+
+
+def freed(before: rj.Workload, after: rj.Workload, change: str, policy: str = "off") -> tuple[int, int]:
+    """The bytes that `change` is said to free, and those that it frees in `after`, where it is advised no more."""
+    (need, advice), (left, after_advice) = advised(before, policy), advised(after, policy)
+    assert change not in after_advice
+    return advice[change].bytes, need - left
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["jax.jit", "nnx.jit", "equinox.filter_jit"])
+def test_donated_arguments_as_they_are_advised_for_each_jit(kind: str) -> None:
+    """The arguments that the advice names are donated as it says, by the jit of the library that the step uses."""
+    equinox, x = pytest.importorskip("equinox"), jnp.ones((64, WIDTH))
+    tx = optax.adam(1e-3)
+
+    def update(params: Any, state: Any, x: Any) -> Any:
+        gradients = jax.grad(lambda params: jnp.mean(jnp.tanh(x @ params["up"]) @ params["down"]))(params)
+        changes, state = tx.update(gradients, state)
+        return optax.apply_updates(params, changes), state
+
+    params = {"up": jnp.zeros((WIDTH, 64 * WIDTH)), "down": jnp.zeros((64 * WIDTH, WIDTH))}
+    arguments = params, tx.init(params), x
+    jit = {"jax.jit": jax.jit, "nnx.jit": nnx.jit, "equinox.filter_jit": equinox.filter_jit}[kind]
+    before = rj.Workload.from_step(jit(update), *arguments, blocks="scans")
+    how = advised(before, "off")[1][DONATION].how
+    assert how == 'jax.jit(step, donate_argnums=(0, 1)), the same for nnx.jit, and donate="all" for equinox.filter_jit'
+    options = {"donate": "all"} if kind == "equinox.filter_jit" else {"donate_argnums": (0, 1)}
+    after = rj.Workload.from_step(jit(update, **options), *arguments, blocks="scans")
+    said, got = freed(before, after, DONATION)
+    assert 0.8 * got < said <= got and got > 4 * 2**20
+
+
+@needs_compiler
+def test_micro_batches_by_the_plan_and_by_hand_free_what_is_advised() -> None:
+    work = job()
+    need, advice = advised(work)
+    said, budget = advice[MICRO].bytes, int(need - 0.9 * advice[MICRO].bytes)
+    made = rj.plan(work, budget, "h200", allow="micro_batches")
+    assert made.micro_batches == 2 and need - made.device_bytes > 0.9 * said
+
+    def sums(params: Any, tokens: Any, targets: Any) -> Any:
+        return work.loss(params, tokens, targets) * targets.size, targets.size
+
+    def step(params: Any, state: Any, *batch: Any) -> Any:
+        gradients = rj.accumulate_gradients(sums, 2)(params, *batch)[1]
+        changes, state = work.optimizer.update(gradients, state)
+        return optax.apply_updates(params, changes), state
+
+    arguments = work.params, jax.eval_shape(work.optimizer.init, work.params), *work.batch
+    by_hand = rj.Workload.from_step(jax.jit(step, donate_argnums=(0, 1)), *arguments, blocks=Block)
+    assert need - rj.measure(by_hand, "full", "h200").device_bytes > 0.85 * said

@@ -189,7 +189,7 @@ def test_measure_tells_what_moves_between_two_policies(folder):
 
 @pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 def test_measure_draws_what_is_on_the_device_by_module(folder, tmp_path):
-    picture = tmp_path / "new" / "memory.svg"
+    picture = tmp_path / "memory.svg"
     result = run("measure", f"{folder}/train.py:job", "-p", "full", "--target", "h200", "--plot", picture, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["picture"] == str(picture)
@@ -234,6 +234,7 @@ def test_measure_draws_what_is_on_the_device_by_module(folder, tmp_path):
             ["train.py:job", "--plot", "memory.gif"],
             "plot='memory.gif': pictures are written as SVG; expected a name that ends in .svg",
         ),
+        (["train.py:job", "--plot", "none/memory.svg", "--target", "h200"], "plot='none/memory.svg': there is no folder"),
         (
             ["train.py:job", "--plot", "memory.svg", "--target", "cpu"],
             "plot='memory.svg' with target='cpu': memory at the peak is",
@@ -251,7 +252,13 @@ def test_wrong_use_ends_with_2_and_a_message(folder, monkeypatch, arguments, mes
 
 
 def test_wrong_options_end_with_2():
-    for arguments in (["measure"], ["measure", "x.py:y", "--polcy", "full"], ["no-such-command"], ["demo", "--steps", "0"]):
+    for arguments in (
+        ["measure"],
+        ["measure", "x.py:y", "--polcy", "full"],
+        ["no-such-command"],
+        ["demo", "--steps", "0"],
+        ["calibrate", "-o", "."],
+    ):
         result = run(*arguments)
         assert result.exit_code == 2 and result.stdout == "" and "Traceback" not in result.stderr, arguments
 

@@ -175,7 +175,7 @@ def test_what_does_not_fit_exits_3_and_says_the_least(file):
         (["--budget", "9 MiB", "--target", "cpu", "--host-budget", "50%"], "host_budget='50%'"),
         (["--budget", "9 MiB", "--target", "cpu", "--plot", "plan.gif"], "expected a name that ends in .svg"),
         (["--budget", "9 MiB", "--target", "cpu", "--html", "none/plan.html"], "there is no folder"),
-        (["--budget", "9 MiB", "--target", "cpu", "--save", "."], "save='.' is a folder: give a file, such as 'save.json'"),
+        (["--budget", "9 MiB", "--target", "cpu", "--save", "."], "save='.' is a folder: give a file, such as 'plan.json'"),
         (["--target", "cpu"], "--budget"),
     ],
 )

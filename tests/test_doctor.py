@@ -365,7 +365,7 @@ def test_the_diagnosis_is_plain_data_and_prints():
     well = doctor(small(), "full")
     assert well and "no traps; one checkpointed region.\nName a GPU as the target" in str(well)
     assert "no traps; nothing is checkpointed." in str(doctor(small(), "off"))
-    assert "(traced, not compiled): 1 trap " in str(diagnosis)
+    assert "(traced, not compiled): 1 trap\n" in str(diagnosis)
 
 
 def test_bad_arguments_are_errors_and_no_findings():

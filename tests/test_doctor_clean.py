@@ -136,3 +136,17 @@ def test_a_clean_workload_has_no_finding(name):
     assert diagnosis.regions == (0 if name == "no checkpoint" else diagnosis.regions) and (diagnosis.regions > 0) == (
         name != "no checkpoint"
     )
+
+
+def test_equal_layers_are_one_region_whatever_their_keys_and_the_inputs_that_they_ignore() -> None:
+    """Flax folds another number into each layer's random key; each Haiku layer takes the parameters of all layers."""
+    haiku = pytest.importorskip("haiku")
+
+    class Layer(haiku.Module):
+        def __call__(self, x: Any) -> Any:
+            return x + haiku.dropout(haiku.next_rng_key(), 0.5, haiku.Linear(4)(jnp.tanh(x)))
+
+    net = haiku.transform(lambda x: Layer(name="b")(Layer(name="a")(x)).sum())
+    x, key = jax.ShapeDtypeStruct((2, 4), jnp.float32), jax.random.PRNGKey(0)
+    job = rj.Workload(net.apply, jax.eval_shape(net.init, key, x), (key, x), Layer)
+    assert [rj.doctor(each, "full").regions for each in (job, with_dropout())] == [1, 1]

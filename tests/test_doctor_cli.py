@@ -61,11 +61,9 @@ def test_nothing_found_exits_0_and_says_so(file):
 def test_a_trap_exits_1_and_is_told_with_its_remedy(file):
     done = run(f"{file}:unchecked", *TRACED)
     assert done.exit_code == 1, done.output
-    # The table breaks its lines depending on the length of the file's path.
-    rows = [line.split("│")[1:-1] for line in done.stdout.splitlines() if line.startswith("│")]
-    trap, _, _, remedy = (" ".join(" ".join(cells).split()) for cells in zip(*rows, strict=True))
-    assert trap == "remat_scan_of_one_length"
-    assert "two or more lengths" in remedy and remedy.replace(" ", "").endswith("checkpoint_blocks(loss,{Block:'full'})")
+    shown, _, remedy = " ".join(done.stdout.split()).partition(" Remedy: ")
+    assert "remat_scan_of_one_length in " in shown
+    assert "two or more lengths" in remedy and remedy.endswith("checkpoint_blocks(loss, {Block: 'full'}).")
     assert "tracing" in done.stderr
 
 
@@ -102,7 +100,7 @@ def test_without_a_workload_it_says_what_this_machine_is_and_cannot_do(monkeypat
     assert report["versions"]["jax"] == jax.__version__ and report["versions"]["remat_jax"] == rj.__version__
     assert (report["gpus"], report["attached"], report["flags"]["JAX_PLATFORMS"]) == ([], None, "cpu")
     shown = run().stdout
-    assert f"│ {jax.__version__} " in shown and "GPU" in shown and "JAX_PLATFORMS" in shown
+    assert f"\njax: {jax.__version__}\n" in shown and "GPU" in shown and "JAX_PLATFORMS" in shown
 
 
 def test_a_gpu_that_jax_cannot_use_is_told_with_the_reason(monkeypatch):

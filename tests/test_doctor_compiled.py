@@ -87,7 +87,8 @@ def test_an_unrolled_offload_by_hand_leaves_most_on_the_device_and_replan_moves_
     assert traps(diagnosis) == ["offload_without_effect"] and diagnosis.target == "h200"
     receipt = rj.measure(by_hand, "off", target="h200").receipt
     assert receipt is not None and receipt.offered_bytes is not None
-    assert f"only {receipt.host_bytes} of {receipt.offered_bytes} offered bytes" in diagnosis.findings[0].problem
+    host, offered = map(rj.report.format_bytes, (receipt.host_bytes, receipt.offered_bytes))
+    assert f"only {host} of the {offered} offered are in host memory" in diagnosis.findings[0].problem
     assert receipt.host_bytes <= receipt.offered_bytes - PRODUCT
     cured = job(by_hand_policy(), change=lambda loss: rj.replan(loss, OFFLOAD))
     assert rj.doctor(cured, "off", target="h200").ok
@@ -99,7 +100,7 @@ def test_the_last_block_is_kept_where_nothing_hides_its_copies(monkeypatch):
     workload = job()
     diagnosis = rj.doctor(workload, OFFLOAD, target="h200")
     assert traps(diagnosis) == ["last_block_offloaded"] and diagnosis.findings[0].block == "block_5"
-    assert f"{PRODUCT} bytes" in diagnosis.findings[0].problem
+    assert f"{rj.report.format_bytes(PRODUCT)} of" in diagnosis.findings[0].problem
     cured = {"block_5": "full", Block: OFFLOAD}
     assert rj.doctor(workload, cured, target="h200").ok
     kept = [rj.measure(workload, policy, target="h200").host_bytes for policy in (OFFLOAD, cured)]

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from remat_jax.planning.explain import named_table, plan_table
-from remat_jax.planning.plan_data import Point
+from remat_jax.cli import output
+from remat_jax.cli.app import app
+from remat_jax.diagnosis import Diagnosis, Finding
+from remat_jax.planning.batches import BatchRow, BatchTable
+from remat_jax.planning.explain import beyond_table, named_table, plan_table
+from remat_jax.planning.plan_data import Beyond, Point
 from remat_jax.policy import NAMED
 from remat_jax.report.tables import render, table
 from tests.plan_by_hand import plan
@@ -58,6 +64,37 @@ def test_the_plan_breaks_no_word(width: int) -> None:
     words = set(re.findall(r"[^\s│┃]+", f"{whole} Left out for lack of room: recomputed, recompute time, copies not hidden."))
     assert set(re.findall(r"[^\s│┃━─┏┓┡┩└┘┳╇┴]+", narrow)) <= words
     assert " ".join(row[0] for row in cells(narrow)) == "PlannedLayer 0–2 PlannedLayer 3"
+
+
+FLAG = "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
+BEYOND = plan(assumed_rates=("flops",), beyond=(Beyond("micro_batches", 2**30, 0.012), Beyond("head_in_chunks", 2**30, 0.013)))
+FINDING = Finding("miscompiled_offload", "offload_dot_with_no_batch_dims", "train.py:1 (f)", "it is wrong", f"Use {FLAG}")
+BATCHES = BatchTable(tuple(BatchRow(size, PLAN, 2**29) for size in (1024, 2048)), "h200", 2**30)
+
+
+@pytest.mark.parametrize("width", [80, 60])
+@pytest.mark.parametrize(
+    "shown",
+    [
+        lambda width: of_command("policies", width),
+        lambda width: of_command("targets", width),
+        lambda width: render(beyond_table(BEYOND), width),
+        lambda width: render(BATCHES, width),
+        lambda width: render(Diagnosis("job", "offload_dot_with_no_batch_dims", "h200", (FINDING,), 1), width),
+    ],
+    ids=["policies", "targets", "changes", "batches", "doctor"],
+)
+def test_no_table_breaks_a_word(shown: Any, width: int) -> None:
+    narrow, letters = shown(width), r"[^\s│┃━─┏┓┗┛┡┩└┘┳┻╇┴┬]+"
+    assert max(map(len, narrow.splitlines())) <= width and "…" not in narrow.replace("allow=…", "")
+    words = {word.rstrip(".,") for word in re.findall(letters, f"{shown(300)} Left out for lack of room:")}
+    assert {word.rstrip(".,") for word in re.findall(letters, narrow)} - words == set(), narrow
+
+
+def of_command(command: str, width: int) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output, "_WIDTH_WITHOUT_TERMINAL", width)
+        return CliRunner().invoke(app, [command]).stdout
 
 
 def test_a_word_wider_than_the_terminal_is_broken_after_a_separator() -> None:

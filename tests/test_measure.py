@@ -265,8 +265,8 @@ def test_what_did_not_happen_is_a_warning(monkeypatch):
     assert "this step's copies could not be checked: gradients may be silently wrong" in warning
     lost = receipt(False, (0, 10, 2), 100, 13)
     assert lost.returned_bytes == -3 and lost.warnings == (
-        f"only 100 of {offered} offered bytes are in host memory",
-        "offload frees no device memory: the step needs 3 bytes more than with the offloaded arrays saved on the device",
+        f"only 100 B of the {rj.report.format_bytes(offered)} offered are in host memory",
+        "offload frees no device memory: the step needs 3 B more than with the offloaded arrays saved on the device",
     )
 
 

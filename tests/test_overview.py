@@ -191,3 +191,14 @@ def test_a_search_for_traps_that_a_compilation_ends_keeps_what_it_found(monkeypa
     report, h200 = rj.measure(JOB, "full", "cpu"), target("h200")
     diagnosis = module.diagnose(JOB, "full", h200, 300, report=report, ends=0.0)
     assert diagnosis.cut_short and [finding.trap for finding in diagnosis.findings] == ["frees_nothing"]
+
+
+def test_a_warning_that_a_trap_repeats_is_listed_once(found):
+    (full,) = found.policies
+    trap = Finding("frees_nothing", "full", "", "it frees nothing", "Use off")
+    warned = replace(full, memory=replace(full.memory, effect_warning="it frees nothing"))
+    repeated = replace(warned, diagnosis=replace(full.diagnosis, findings=(trap,)))
+    assert [trouble.problem for trouble in page.warnings([warned])] == ["it frees nothing"]
+    assert page.warnings([repeated]) == [] and [trouble.problem for trouble in page.findings([repeated])] == [
+        "it frees nothing"
+    ]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import html
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 
-from remat_jax.planning.explain import signed, time_text
+from remat_jax.planning.explain import beyond_table, signed, time_text
 from remat_jax.planning.page import page, picture, with_plan
-from remat_jax.planning.plan_data import Point, unbeaten
+from remat_jax.planning.plan_data import Beyond, Point, unbeaten
 from remat_jax.report.chart import FRONTIER, THE_PLAN, FrontierPoint, frontier_figure
 from remat_jax.report.svg import NARROW, WIDTH
+from remat_jax.report.tables import render
 from tests.plan_by_hand import MIB, plan
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -66,6 +68,8 @@ def test_the_page_shows_the_picture_that_is_saved():
 def test_times_at_assumed_rates_are_ranges_in_tables_too():
     text = page(plan(assumed_rates=("flops",)))
     assert text.count("11 ms to 17 ms") > 2 and "12 ms<" not in text
+    told = "the tables give a range for each time"
+    assert told in text and told not in page(plan())
 
 
 def test_a_name_cannot_break_out_of_the_page():
@@ -103,6 +107,22 @@ def test_the_picture_has_every_policy_and_the_budget():
     assert "slow ↑ 200 ms" in texts and "20" not in texts and "200" not in texts
     with pytest.raises(ValueError, match="frontier is empty"):
         frontier_figure([], [], FrontierPoint(1, 1.0, True, ""), 1, "t")
+
+
+def test_figures_on_a_mesh_are_per_device():
+    on_mesh = plan(model=replace(plan().model, mesh=(("fsdp", 8),)))
+    for made, each, device in ((plan(), "", "the"), (on_mesh, " per device", "each")):
+        assert f"<title>by hand on h200, within 100.0 MiB{each}</title>" in page(made)
+        text = render(made, 200)
+        assert f"Plan for by hand on h200 within 100.0 MiB{each}: 90.0 MiB compiled" in text
+        assert f"Compiled: 90.0 MiB on {device} device" in text
+
+
+def test_a_change_beyond_the_blocks_is_faster_or_slower_than_the_plan():
+    beyond = tuple(Beyond("micro_batches", MIB, 0.0125 - gain) for gain in (0.001, -0.001, 0.0))
+    table = beyond_table(plan(beyond=beyond))
+    cells = {column.header.plain: [cell.plain for cell in column.cells] for column in table.columns}
+    assert cells["than this plan"] == ["1 ms faster", "1 ms slower", "0 s"]
 
 
 def test_a_negative_range_of_times_does_not_look_like_its_lower_end():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 
 import pytest
@@ -41,10 +42,16 @@ def test_a_links_target_is_written_and_keeps_its_mode(tmp_path):
 def test_a_device_may_be_given_where_its_folder_cannot_be_written_to(tmp_path, monkeypatch):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    monkeypatch.setattr(os, "access", lambda *_: False)
+
+    def refuse(dir):
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     assert checked_path(pipe) == pipe
-    with pytest.raises(errors.ArgumentError, match="cannot be written to"):
+    with pytest.raises(errors.ArgumentError, match="cannot be written .*Permission denied"):
         checked_path(tmp_path / "report.html")
+    with pytest.raises(errors.ArgumentError, match="cannot be written .*File name too long"):
+        checked_path(tmp_path / ("a" * 300))
 
 
 def test_a_null_byte_is_refused_in_words_and_a_lone_surrogate_is_shown_as_an_escape(tmp_path):

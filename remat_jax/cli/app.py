@@ -52,10 +52,10 @@ def policies(as_json: Json = False) -> None:
             }
             for name, policy in NAMED.items()
         ]
-        also = [f" (also called {', '.join(row['aliases'])})" if row["aliases"] else "" for row in rows]
-        cells = [(row["name"], row["text"], f"{row['meaning']}{more}") for row, more in zip(rows, also, strict=True)]
+        cells = [(row["name"], row["text"], row["meaning"]) for row in rows]
+        also = [f"{row['name']} is also called {', '.join(row['aliases'])}." for row in rows if row["aliases"]]
         policy_table = table("Policies", ("name", "text", "what it does"), cells, optional=("text",))
-        answer.show(policy_table, _GRAMMAR)
+        answer.show(policy_table, *also, _GRAMMAR)
         answer.data({"policies": rows})
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from remat_jax import compat
-from remat_jax.cli.output import DEFAULT_TARGET, Json, answering, check_file, progress
+from remat_jax.cli.output import DEFAULT_TARGET, Json, answering, check_files, progress
 from remat_jax.cli.workloads import MeshOption, TargetOption, WorkloadArgument, load_function, with_mesh
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target as target_named
@@ -50,7 +50,7 @@ def batch(
         device, host = budget_bytes(budget, described), host_budget_bytes(host_budget)
         listed = None if sizes is None else _written(sizes)
         check_timeout(timeout)
-        check_file("save", save)
+        check_files(save=save)
         divided = None if mesh is None else as_mesh(mesh)
         if divided is not None:
             check_size(divided, described, f"mesh={mesh!r}")

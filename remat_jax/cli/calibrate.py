@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from remat_jax import compat
-from remat_jax.cli.output import Json, answering, progress
+from remat_jax.cli.output import Json, answering, check_files, progress
 from remat_jax.cost.calibrate import Calibration
 from remat_jax.cost.calibrate import calibrate as measure
 from remat_jax.errors import TargetError
@@ -31,6 +31,7 @@ def calibrate(
     the same time. Afterwards, give FILE.toml:NAME wherever a target is expected.
     """
     with answering(as_json) as answer:
+        check_files(output=output)
         if output.exists() and not overwrite:
             raise TargetError(f"output={str(output)!r} exists already; give another name, or --overwrite")
         compat.keep_to_cpu_without_gpu()

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from remat_jax.cli.output import DEFAULT_TARGET, Answer, Json, answering, check_picture, progress, writing
+from remat_jax.cli.output import DEFAULT_TARGET, Answer, Json, answering, check_files, progress, writing
 from remat_jax.cli.workloads import (
     POLICY_HELP,
     ArgsOption,
@@ -85,7 +85,7 @@ def measure(
         names = _distinct(policy, diff)
         described = target_named(target)
         limit = limit_bytes(memory_limit, described)
-        check_picture(plot)
+        check_files(plot=plot)
         if (plot is not None or show_live) and not backend_of(described).models_time:
             option = f"plot={str(plot)!r} with target=" if plot is not None else "--live with target "
             raise ArgumentError(

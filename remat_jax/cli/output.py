@@ -42,16 +42,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on sta
 _PLAIN = {"−": "-", "–": "-", "—": "-", "×": "x", "≤": "<=", "≥": ">=", "→": "->", "…": "...", "µ": "u", "·": ".", "█": "#"}
 
 
-def check_picture(plot: Path | None) -> None:
-    """Check a picture's file name before minutes of compiling."""
-    if plot is not None and plot.suffix.lower() not in FORMATS:
-        raise ArgumentError(f"plot={str(plot)!r}: pictures are written as SVG; expected a name that ends in .svg")
+_EXAMPLES = {"save": "plan.json", "html": "page.html", "plot": "picture.svg", "output": "measured.toml"}
 
 
-def check_file(option: str, path: Path | None) -> None:
-    """Check that a file can be written before minutes of compiling."""
-    if path is not None:
-        checked_path(path, option, f"{option}.json" if option == "save" else f"{option}.html")
+def check_files(**paths: Path | None) -> None:
+    """Check by option that files can be written, before minutes of compiling."""
+    for option, path in paths.items():
+        if path is not None:
+            checked_path(path, option, _EXAMPLES[option])
+            if option == "plot" and path.suffix.lower() not in FORMATS:
+                raise ArgumentError(f"plot={str(path)!r}: pictures are written as SVG; expected a name that ends in .svg")
 
 
 @contextlib.contextmanager

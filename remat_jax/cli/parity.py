@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from remat_jax import compat
-from remat_jax.cli.output import FAILED, Json, answering, check_file, progress, writing
+from remat_jax.cli.output import FAILED, Json, answering, check_files, progress, writing
 from remat_jax.cli.workloads import WorkloadArgument, load_named
 from remat_jax.errors import ArgumentError
 from remat_jax.parity.case import require_torch
@@ -31,7 +31,7 @@ def parity(
     """
     with answering(as_json) as answer:
         require_torch()
-        check_file("html", html)
+        check_files(html=html)
         compat.keep_to_cpu_without_gpu()
         with progress() as show_step:
             report = parity_report(case, show_step)

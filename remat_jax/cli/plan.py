@@ -13,8 +13,7 @@ from remat_jax.cli.output import (
     Answer,
     Json,
     answering,
-    check_file,
-    check_picture,
+    check_files,
     progress,
     writing,
 )
@@ -60,9 +59,7 @@ def plan(
         # Check the arguments before the user's file runs, which may take long.
         described = target_named(target)
         device, host, allowed = budget_bytes(budget, described), host_budget_bytes(host_budget), checked(allow or ())
-        for option, path in (("save", save), ("html", html), ("plot", plot)):
-            check_file(option, path)
-        check_picture(plot)
+        check_files(save=save, html=html, plot=plot)
         job = load_on_mesh(workload, mesh, described, args)
         is_whole = True
         try:

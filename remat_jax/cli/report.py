@@ -84,9 +84,13 @@ def report(
 
 
 def _show(answer: Answer, gathered: Gathered, where: Path) -> None:
-    title = f"{gathered.workload.name}: one training step compiled for {gathered.target.name}"
+    each = ", memory per device" if gathered.target.devices > 1 else ""
+    title = f"{gathered.workload.name}: one training step compiled for {gathered.target.name}{each}"
     columns = ("policy", "device", "host", "step", "traps")
-    answer.show(table(title, columns, [_cells(gathered, policy) for policy in gathered.policies], optional=("host",)))
+    answer.show(table(title, columns, [_cells(gathered, policy) for policy in gathered.policies], optional=("host", "step")))
+    for policy in gathered.policies:
+        if policy.traps:
+            answer.show(f"Traps under {policy.name}: {', '.join(dict.fromkeys(finding.trap for finding in policy.traps))}")
     for name, why in gathered.left_out.items():
         answer.show(f"Left out: {name}: {why}")
     if gathered.parity is not None:
@@ -96,10 +100,9 @@ def _show(answer: Answer, gathered: Gathered, where: Path) -> None:
 
 def _cells(gathered: Gathered, policy: Compared) -> tuple[Any, ...]:
     sizes = (format_bytes(policy.memory.device_bytes), format_bytes(policy.memory.host_bytes))
-    traps = ", ".join(dict.fromkeys(finding.trap for finding in policy.traps))
     return (
         policy.name,
         *sizes,
         format_estimate(policy.seconds, bool(gathered.assumed_rates)),
-        traps or ("none" if policy.is_searched else "not finished"),
+        str(len(policy.traps)) if policy.traps or policy.is_searched else "not finished",
     )

@@ -130,11 +130,13 @@ def offload_came_to_nothing(observed: Observed, report: MemoryReport) -> Iterato
     problems = []
     host_bytes = receipt.host_bytes * report.devices
     if receipt.offered_bytes is not None and host_bytes < receipt.offered_bytes:
-        problems.append(f"only {host_bytes} of {receipt.offered_bytes} offered bytes are in host memory")
+        problems.append(
+            f"only {format_bytes(host_bytes)} of the {format_bytes(receipt.offered_bytes)} offered are in host memory"
+        )
     if receipt.returned_bytes is not None and receipt.returned_bytes <= 0:
         problems.append(
-            f"the step needs {-receipt.returned_bytes} bytes more device memory than with the same residuals saved on the "
-            "device"
+            f"the step needs {format_bytes(-receipt.returned_bytes)} more device memory than with the same residuals saved on "
+            "the device"
         )
     for problem in problems:
         yield Finding("offload_without_effect", report.policy, "", f"compiled for {report.target}, {problem}", remedy)
@@ -204,8 +206,8 @@ def last_block_offloaded(observed: Observed, target: Target) -> Iterator[Finding
             "last_block_offloaded",
             path,
             "",
-            f"{nbytes} bytes of the last block go to the host and are needed back at once: the copies take "
-            f"{copying * 1000.0:.3g} ms, but at most {computing * 1000.0:.3g} ms of compute can hide them (nominal rates of "
+            f"{format_bytes(nbytes)} of the last block go to the host and are needed back at once: the copies take "
+            f"{format_seconds(copying)}, but at most {format_seconds(computing)} of compute can hide them (nominal rates of "
             f"{target.name})",
             f'Leave the last block out of the offload: put {{{path!r}: "full"}} before the other entries of the mapping',
         )

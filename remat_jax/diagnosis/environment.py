@@ -8,11 +8,13 @@ import platform
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.text import Text
+
 from remat_jax import compat
 from remat_jax.errors import TargetError
 from remat_jax.hardware import gpus
 from remat_jax.memory.compile.devices import device_kind
-from remat_jax.report.tables import render, table
+from remat_jax.report.tables import render
 
 _PACKAGES = (
     *("remat_jax", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
@@ -54,7 +56,7 @@ class Environment:
         rows += [("JAX's GPU", self.attached)] if self.attached else []
         rows += list(self.flags.items())
         rows += [("cannot", limit) for limit in self.limits]
-        return table("This environment", ("what", "is"), rows)
+        return Text("\n".join(["This environment:", *(f"{what}: {found}" for what, found in rows)]))
 
     def __str__(self) -> str:
         return render(self.__rich__())

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from rich.text import Text
+
 from remat_jax.apply.blocks import replaced_text
 from remat_jax.memory.advice import Advice
-from remat_jax.report.tables import render, table
+from remat_jax.report.tables import render
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,13 @@ class Diagnosis:
             regions = several if self.regions else "nothing is checkpointed"
             more = "" if self.target else "\nName a GPU as the target to look for traps that only compiling shows."
             return f"{title}; {regions}.{remark}{more}"
-        rows = [
-            (finding.trap, "\n".join(filter(None, (finding.block, finding.place))), finding.problem, finding.remedy)
+        # Not a table: columns of text are too narrow for flags and names.
+        texts = [
+            f"{finding.trap} in {' at '.join(filter(None, (finding.block, finding.place)))}\n"
+            f"{finding.problem.rstrip('.')}.\nRemedy: {finding.remedy.rstrip('.')}.\n"
             for finding in self.findings
         ]
-        return table(title, ("trap", "where", "what happens", "remedy"), rows, caption=remark.strip() or None)
+        return Text("\n".join([f"{title}\n", *texts]) + remark)
 
     def __str__(self) -> str:
         return render(self)

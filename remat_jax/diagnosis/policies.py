@@ -110,7 +110,7 @@ def _named_output(region: Region, name: str) -> Finding:
     return region.finding(
         "named_output",
         f"{name!r} is offloaded, but it is the output of {block}: the next {reader} reads it as its input, which stays "
-        f"on the device (up to {input_bytes} bytes each time)",
+        f"on the device (up to {format_bytes(input_bytes)} each time)",
         NAME_THE_INPUT,
     )
 
@@ -180,9 +180,9 @@ def kernel_run_again(observed: Observed) -> Iterator[Finding]:
             results = ", ".join(f"{var.aval.dtype}{list(var.aval.shape)}" for var in eqn.outvars)
             yield region.finding(
                 "kernel_run_again",
-                f"{some(array.name for array in kept)} of {eqn.primitive.name} is kept ({sum(array.nbytes for array in kept)} "
-                f"bytes), yet {eqn.primitive.name} runs again in the backward pass, which needs another of its results "
-                f"({results})",
+                f"{some(array.name for array in kept)} of {eqn.primitive.name} is kept "
+                f"({format_bytes(sum(array.nbytes for array in kept))}), yet {eqn.primitive.name} runs again in the backward "
+                f"pass, which needs another of its results ({results})",
                 "Also keep the other results that the backward pass reads (for flash attention, the log-sum-exp; remat-jax "
                 "measure --residuals lists the names; a JAX policy needs names in the kernel's own derivative rule), or keep "
                 "none of the results",

@@ -20,6 +20,7 @@ from remat_jax.diagnosis.watch import (
     is_view,
     region_equations,
 )
+from remat_jax.report.tables import format_bytes
 
 
 def remat_scan_of_one_length(observed: Observed) -> Iterator[Finding]:
@@ -102,8 +103,8 @@ def overruled_policy(observed: Observed) -> Iterator[Finding]:
             yield region.finding(
                 "overruled_policy",
                 f"the model's own checkpoint surrounds {inside} block(s) of the workload and has {word}: it keeps "
-                f"{sum(kept.nbytes for kept in region.kept)} bytes, but discards the {wanted_bytes} bytes or more that the "
-                f"policy keeps inside ({some(sorted(names))})",
+                f"{format_bytes(sum(kept.nbytes for kept in region.kept))}, but discards the {format_bytes(wanted_bytes)} or "
+                f"more that the policy keeps inside ({some(sorted(names))})",
                 "Leave own_checkpoints='keep' out; the policy then replaces the model's own checkpoint",
             )
 

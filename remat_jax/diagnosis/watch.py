@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -351,7 +352,15 @@ def _grouped(regions: Iterable[Region]) -> list[Region]:
     for region in regions:
         named = region.block.named.candidates.values()
         actions = tuple(map(region.policy.action, named)) if isinstance(region.policy, Policy) else ()
-        key = (region.policy, region.looped, region.ours, region.place, region.parameters, actions, str(region.block.jaxpr))
+        key = (region.policy, region.looped, region.ours, region.place, region.parameters, actions, _code(region.block.jaxpr))
         first = groups.setdefault(key, region)
         groups[key] = replace(first, paths=tuple(dict.fromkeys((*first.paths, *region.paths))))
     return list(groups.values())
+
+
+def _code(jaxpr: Any) -> str:
+    """The text of a closed jaxpr, equal for layers that differ only in inputs that they ignore and in their random keys.
+
+    A Haiku layer takes the parameters of all layers as inputs. Flax folds a number made from a module's path into its keys.
+    """
+    return re.sub(r"(random_fold_in \S+) \d+", r"\1", str(compat.dce(jaxpr, keep_inputs=False)))

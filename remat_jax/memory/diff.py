@@ -114,7 +114,8 @@ class PolicyDiff:
         ]
         title = f"Residuals that move: {self.before.policy} → {self.after.policy}"
         columns = ("residual", "shape", "dtype", "size", "action", "device", "host")
-        return table(title, columns, rows, caption=self._remark(len(merged) - len(rows))) if rows else None
+        narrow = ("dtype", "shape", "host", "device")
+        return table(title, columns, rows, caption=self._remark(len(merged) - len(rows)), optional=narrow) if rows else None
 
     def _remark(self, hidden: int) -> str | None:
         sentences = [f"And {hidden} smaller residuals."] if hidden else []

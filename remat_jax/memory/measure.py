@@ -372,11 +372,11 @@ def _receipt(sizes: Sizes, baseline: Sizes | None, kept: ResidualTable | None, t
     else:
         on_host = sizes.host_temp * target.devices
         if offered is not None and on_host < offered:
-            warnings.append(f"only {on_host} of {offered} offered bytes are in host memory")
+            warnings.append(f"only {format_bytes(on_host)} of the {format_bytes(offered)} offered are in host memory")
         if returned is not None and returned <= 0:
             warnings.append(
-                f"offload frees no device memory: the step needs {-returned} bytes more than with the offloaded arrays saved "
-                "on the device"
+                f"offload frees no device memory: the step needs {format_bytes(-returned)} more than with the offloaded arrays "
+                "saved on the device"
             )
         if is_miscompiled:
             evidence = (

@@ -16,6 +16,8 @@ from remat_jax.memory.residuals import SHOWN_SHARED, SharedInput
 from remat_jax.memory.step_time.collectives import Collective, executed
 from remat_jax.report.tables import format_bytes, format_estimate, format_seconds, render, table
 
+GAPS = "between arrays"
+
 
 @dataclass(frozen=True)
 class Receipt:
@@ -167,10 +169,15 @@ class MemoryReport:
 
     @property
     def live_bytes_by_module(self) -> dict[tuple[str, str], int]:
-        """A dict from (module path, phase) to the bytes of the live buffers at the peak, the largest first."""
+        """A dict from (module path, phase) to the bytes of the live buffers at the peak, the largest first.
+
+        With the bytes between buffers, which no module uses, the sum is `device_bytes`. Empty if live buffers are unknown.
+        """
         parts: Counter[tuple[str, str]] = Counter()
         for buffer in self.live:
             parts[buffer.module, buffer.phase] += buffer.nbytes
+        if self.live and (unused := self.device_bytes - parts.total()) > 0:
+            parts["", GAPS] = unused
         return dict(parts.most_common())
 
     def live_table(self, rows: int = 20) -> Any:

@@ -141,7 +141,8 @@ class ResidualTable:
         warning = f"warning: {self.warning}" if self.warning else None
         caption = "\n".join(filter(None, (rest, *stays[:SHOWN_SHARED], replaced, warning)))
         formats = {"size": format_bytes}
-        return table(f"residuals under {self.policy}: {title}", columns, rows, formats=formats, caption=caption or None)
+        title, narrow = f"residuals under {self.policy}: {title}", ("source", "dtype", "shape")
+        return table(title, columns, rows, formats=formats, caption=caption or None, optional=narrow)
 
     def __str__(self) -> str:
         return render(self)

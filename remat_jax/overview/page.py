@@ -27,8 +27,8 @@ _COLUMNS = (
 )
 _AT_THE_PEAK = (
     "Device memory at the step's peak, by the module that made each array. Plain parts are arguments and the arrays that the "
-    "forward pass kept; hatched parts are the working set: recomputed arrays and arrays of the backward pass. Layers whose "
-    "names differ only in a number are shown as one."
+    "forward pass kept; hatched parts are the working set: recomputed arrays, arrays of the backward pass, and the memory "
+    "between arrays. Layers whose names differ only in a number are shown as one."
 )
 _RESIDUALS = (
     "Residuals, by the module that made them; hatched parts are in host memory. Memory at the peak is known only for GPU and "
@@ -163,11 +163,12 @@ def offload_rows(policies: Sequence[Compared]) -> list[list[Cell]]:
 
 
 def warnings(policies: Sequence[Compared]) -> list[Trouble]:
-    """The warnings; a warning under several policies is listed once."""
+    """The warnings that no trap repeats; a warning under several policies is listed once."""
     under: dict[str, list[str]] = {}
     for policy in policies:
         for warning in policy.memory.warnings:
-            under.setdefault(warning, []).append(policy.name)
+            if warning not in {finding.problem for finding in policy.traps}:
+                under.setdefault(warning, []).append(policy.name)
     return [Trouble("warning", ", ".join(names), "", text) for text, names in under.items()]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -122,14 +123,15 @@ def checked_path(path: Any, argument: str = "path", example: str = "report.html"
     file, shown = Path(path), f"{argument}={str(path)!r}"
     try:
         folder = Path(os.path.realpath(file)).parent
+        if file.is_dir():
+            raise ArgumentError(f"{shown} is a folder: give a file, such as {str(file / example)!r}")
+        if not folder.is_dir():
+            raise ArgumentError(f"{shown}: there is no folder {folder}; create it, or give another file")
+        if file.is_file() or not file.exists():
+            with tempfile.TemporaryFile(dir=folder):
+                pass
     except (OSError, ValueError) as error:
         raise ArgumentError(f"{shown} cannot be written ({error}); give another file") from None
-    if file.is_dir():
-        raise ArgumentError(f"{shown} is a folder: give a file, such as {str(file / example)!r}")
-    if not folder.is_dir():
-        raise ArgumentError(f"{shown}: there is no folder {folder}; create it, or give another file")
-    if (file.is_file() or not file.exists()) and not os.access(folder, os.W_OK):
-        raise ArgumentError(f"{shown}: the folder {folder} cannot be written to; give another file")
     return file
 
 

@@ -47,7 +47,8 @@ class LargestBatch:
             (batch, format_bytes(size), "fits" if size is not None and size <= budget else "too large")
             for batch, size in self.tried
         ]
-        title = f"Largest batch of {self.plan.workload} on {self.plan.target} within {format_bytes(budget)}: {self.batch}"
+        within = f"{format_bytes(budget)}{self.plan.per_device}"
+        title = f"Largest batch of {self.plan.workload} on {self.plan.target} within {within}: {self.batch}"
         return table(title, ("batch", "least memory", ""), rows)
 
     def __str__(self) -> str:

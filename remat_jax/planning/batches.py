@@ -123,8 +123,12 @@ class BatchTable:
 
     def __rich__(self) -> Any:
         columns = ("batch", "device", "host", "step", "examples/s", "over keeping everything", "policy", "")
-        title = f"Batches of {self.best.plan and self.best.plan.workload} on {self.target} within {format_bytes(self.budget)}"
-        return table(title, columns, [_cells(row, row is self.best) for row in self.rows], caption=self.why)
+        plan = self.best.plan
+        each = plan.per_device if plan else ""
+        title = f"Batches of {plan and plan.workload} on {self.target} within {format_bytes(self.budget)}{each}"
+        narrow = ("over keeping everything", "host", "policy", "step", "device")
+        cells = [_cells(row, row is self.best) for row in self.rows]
+        return table(title, columns, cells, caption=self.why, optional=narrow)
 
     def __str__(self) -> str:
         return render(self)

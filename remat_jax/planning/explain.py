@@ -10,7 +10,7 @@ from remat_jax.memory.compile.backends import LIMIT_OPTIONS
 from remat_jax.memory.compile.options import GRAPHS
 from remat_jax.planning.plan_data import Beyond, LayerRow, Part, PlanData, Point, over_budget, plan_point
 from remat_jax.policy import NAMED
-from remat_jax.report.tables import format_bytes, format_estimate, render, table
+from remat_jax.report.tables import format_bytes, format_difference, format_estimate, format_flops, render, table
 
 GIB = 2**30
 _SHORT = 3
@@ -39,7 +39,8 @@ def plan_table(plan: PlanData) -> Any:
     changes = [Beyond(change, times=plan.changes.count(change)).text for change in dict.fromkeys(plan.changes)]
     with_changes = f" with {' and '.join(changes)}" if changes else ""
     title = (
-        f"Plan for {plan.workload}{with_changes} on {plan.target} within {budgets}: {format_bytes(plan.device_bytes)} compiled"
+        f"Plan for {plan.workload}{with_changes} on {plan.target} within {budgets}{plan.per_device}: "
+        f"{format_bytes(plan.device_bytes)} compiled"
     )
     narrow = ("copies not hidden", "recompute time", "recomputed", "offloaded")
     return table(title, columns, rows, caption=summary(plan), optional=narrow)
@@ -64,10 +65,11 @@ def beyond_table(plan: PlanData) -> Any:
         how = "" if each.seconds is None else "compiled" if each.compiled else "estimated"
         is_made = each.times <= plan.changes.count(each.change)
         verdict = each.remark or ("in this plan" if is_made else "")
-        gained = "" if gain is None or is_made else signed(plan, gain, "slower")
+        gained = "" if gain is None or is_made else signed(plan, gain, "slower") + " faster" * (gain > 0)
         rows.append((each.text, format_bytes(each.device_bytes), time_text(plan, each.seconds), how, gained, verdict))
-    columns = ("change", "device", "step", "", "faster by", "")
-    return table("Changes beyond the blocks, each as a plan (allow=…)", columns, rows)
+    columns = ("change", "device", "step", "figures", "than this plan", "")
+    narrow = ("figures", "step", "device")
+    return table("Changes beyond the blocks, each as a plan (allow=…)", columns, rows, optional=narrow)
 
 
 def summary(plan: PlanData) -> str:
@@ -77,12 +79,12 @@ def summary(plan: PlanData) -> str:
     host = f", {format_bytes(plan.host_bytes)} in host memory" if plan.host_bytes else ""
     steps = f"{len(plan.tried)} steps were compiled" if len(plan.tried) > 1 else "one step was compiled"
     estimated = f"Estimated {time_text(plan, plan.seconds)} per step{schedule}"
-    recomputed = f"{plan.recompute_flops / 1e12:.3g} TFLOP are recomputed"
+    recomputed = f"{format_flops(plan.recompute_flops)} are recomputed"
     sentences = [
         f"{estimated}. The whole step fits without checkpoints."
         if plan.is_off
         else f"{estimated}, {_over_everything(plan)}; {recomputed}.",
-        f"Compiled: {device} on the device (predicted: {predicted}){host}; {steps}.",
+        f"Compiled: {device} on {'each' if plan.per_device else 'the'} device (predicted: {predicted}){host}; {steps}.",
     ]
     if plan.compiler_options:
         reasons = {
@@ -221,5 +223,5 @@ def _named_row(point: Point, plan: PlanData, verdict: str) -> tuple[Any, ...]:
 
 
 def signed(plan: PlanData, extra: float | None, below: str = "less") -> str:
-    """A time difference as text; `below` marks a negative one, because a minus would look like that of a range's lower end."""
-    return time_text(plan, extra) if extra is None or extra >= 0 else f"{time_text(plan, -extra)} {below}"
+    """`format_difference` of times of a plan."""
+    return format_difference(extra, bool(plan.assumed_rates), below)

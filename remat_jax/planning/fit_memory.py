@@ -165,18 +165,18 @@ class Fit:
         budget. Before there is one, and for other candidates, a larger share.
         """
         if candidate.family == "off":
-            return _OFF_ERROR * self.budget
+            return _OFF_ERROR * self.whole_budget
         if candidate.family != "mix":
-            return _NAMED_ERROR * self.budget
+            return _NAMED_ERROR * self.whole_budget
         alike = [
             step
             for step in self.compiled[_FITTED:]
             if step.candidate.family == "mix" and self.is_cut(step.candidate) == self.is_cut(candidate)
         ]
         if not alike:
-            return (_FIRST_ERROR if self.compiled else _NAMED_ERROR) * self.budget
+            return (_FIRST_ERROR if self.compiled else _NAMED_ERROR) * self.whole_budget
         missed = abs(alike[-1].predicted_bytes - alike[-1].compiled.device_bytes)
-        return max(_LEAST_ERROR * self.budget, missed)
+        return max(_LEAST_ERROR * self.whole_budget, missed)
 
     def may_fit(self, candidate: StepCandidate) -> bool:
         """Whether the prediction is over the budget by at most twice its error."""

@@ -30,10 +30,14 @@ _HINT = (
     "keys along the line."
 )
 
+_RANGES = (
+    " Some rates of this hardware are assumed, so the tables give a range for each time; the picture shows the estimate in it."
+)
+
 
 def page(plan: PlanData) -> str:
     """The plan's page as HTML text."""
-    return document(f"{plan.workload} on {plan.target}, within {format_bytes(plan.budget)}", body(plan))
+    return document(f"{plan.workload} on {plan.target}, within {format_bytes(plan.budget)}{plan.per_device}", body(plan))
 
 
 def body(plan: PlanData, level: int = 2) -> str:
@@ -50,7 +54,7 @@ def body(plan: PlanData, level: int = 2) -> str:
         layers += f"<div {shown}>{_layers(plan, point.parts)}</div>"
     return f"""{sentences}
 <h{level}>Memory against time</h{level}>
-<p class="hint">{_HINT}</p>
+<p class="hint">{_HINT}{_RANGES if plan.assumed_rates else ""}</p>
 <div id="frontier">{html_picture(lambda width: picture(plan, title="", width=width), label)}</div>
 <div class="slide">
 <label for="at">Way to run the step</label>
@@ -115,7 +119,7 @@ def _timing(point: Point) -> str:
 def _figures(plan: PlanData, point: Point) -> str:
     left = plan.budget - (point.device_bytes or 0)
     extra = (point.seconds or 0.0) - plan.base_seconds
-    share = f" ({100 * extra / plan.base_seconds:.2g} %)" if plan.base_seconds else ""
+    share = f" ({100 * abs(extra) / plan.base_seconds:.2g} %)" if plan.base_seconds else ""
     figures = {
         "device memory": format_bytes(point.device_bytes),
         "host memory": format_bytes(point.host_bytes),

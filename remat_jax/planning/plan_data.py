@@ -162,6 +162,11 @@ class PlanData:
         return tuple(finding.text for finding in self.findings)
 
     @property
+    def per_device(self) -> str:
+        """ " per device" on a mesh, for the titles of figures; else empty."""
+        return " per device" if self.model.mesh else ""
+
+    @property
     def micro_batches(self) -> int:
         """The number of micro-batches of the plan's step; each change to micro-batches doubles it."""
         return 2 ** sum(change.startswith("micro_batches") for change in self.changes)

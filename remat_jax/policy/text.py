@@ -24,7 +24,7 @@ _NAMED: dict[str, tuple[str, str]] = {
     ),
     "offload_dot_with_no_batch_dims": (
         "offload: @dots_with_no_batch_dims",
-        "as dots_with_no_batch_dims, with the kept arrays in host memory",
+        "what dots_with_no_batch_dims saves, in host memory",
     ),
     "everything": ("save: *", "keep every residual of a checkpointed block, recompute nothing"),
 }

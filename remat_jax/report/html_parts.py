@@ -15,8 +15,8 @@ from remat_jax.report.svg import NARROW, WIDTH, Picture
 from remat_jax.report.tables import (
     MISSING,
     format_bytes,
+    format_difference,
     format_error,
-    format_estimate,
     format_flops,
     format_ratio,
     format_seconds,
@@ -24,7 +24,7 @@ from remat_jax.report.tables import (
 
 
 class Estimate(NamedTuple):
-    """An estimated time in seconds; if a rate is `assumed`, it is written as a range."""
+    """An estimated time, or a difference of times, in seconds; if a rate is `assumed`, it is written as a range."""
 
     seconds: float | None
     assumed: bool
@@ -124,7 +124,7 @@ def _cell(column: Column, value: Cell) -> str:
         return f'<{kind}{scope} data-value="{text}">{text}</{kind}>'
     written = _NUMBERS[column.style]
     if isinstance(value, Estimate):
-        written, value = functools.partial(format_estimate, assumed=value.assumed), value.seconds
+        written, value = functools.partial(format_difference, assumed=value.assumed), value.seconds
     # Missing values sort below all numbers.
     sorted_by = -1 if value is None or math.isnan(value) else value
     exact = f' title="{value:,} bytes"' if column.style == "bytes" and value is not None else ""

@@ -146,10 +146,15 @@ def format_seconds(seconds: float | None) -> str:
 
     >>> format_seconds(0.0123), format_seconds(2.5e-5), format_seconds(0.456), format_seconds(0.0), format_seconds(None)
     ('12 ms', '25 µs', '460 ms', '0 s', 'n/a')
+    >>> format_seconds(0.000999)
+    '1 ms'
     """
     if seconds is None:
         return MISSING
     unit, size = time_unit(seconds)
+    if size < 1 and abs(seconds) >= 995 * size:  # 999 µs is 1 ms
+        unit, size = time_unit(1001 * size)
+        return f"{seconds / size:.1g} {unit}"
     return f"{float(f'{seconds / size:.2g}'):.4g} {unit}" if abs(seconds) >= size else "0 s"
 
 
@@ -174,6 +179,17 @@ def format_estimate(seconds: float | None, assumed: bool) -> str:
     if not seconds or not assumed:
         return format_seconds(seconds)
     return " to ".join(format_seconds(share * seconds) for share in ASSUMED_RANGE)
+
+
+def format_difference(seconds: float | None, assumed: bool, below: str = "less") -> str:
+    """An estimated difference of two times; `below` marks a negative one, whose minus would look like that of a range.
+
+    >>> format_difference(-0.0012, True), format_difference(0.0012, False, "slower")
+    ('1 ms to 1.6 ms less', '1.2 ms')
+    """
+    if seconds is None or seconds >= 0:
+        return format_estimate(seconds, assumed)
+    return f"{format_estimate(-seconds, assumed)} {below}"
 
 
 def format_flops(n: int, *, sign: bool = False) -> str:

@@ -1,0 +1,208 @@
+"""The figures of a plan's page and of a report's page are those that the same command prints with `--json`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from remat_jax import compat
+from remat_jax.cli.app import app
+from remat_jax.report.document import escaped
+from remat_jax.report.tables import format_bytes, format_difference, format_flops
+from tests.test_save_report import Tables, table
+
+pytestmark = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+
+JOB = """
+from tests.plan_models import job
+
+def scanned():
+    return job(65536, scanned=True, layers=4)
+
+def unrolled():
+    return job(65536, layers=3)
+"""
+ORIGIN = {True: "compiled", False: "traced"}
+
+
+class Shown:
+    """What `plan` and `report` print with `--json` for one workload, and their pages."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        (folder / "train.py").write_text(JOB)
+        job, pages = f"{folder}/train.py:{name}", [folder / f"{name}.plan.html", folder / f"{name}.report.html"]
+        saved = folder / f"{name}.json"
+        self.plan = self._run("plan", job, "--budget", "130MiB", "--html", pages[0], "--save", saved)
+        self.report = self._run("report", job, "--plan", saved, "--output", pages[1])
+        self.plan_page, self.report_page = (page.read_text(encoding="utf-8") for page in pages)
+        self.in_report: dict[str, Any] = self.report["plan"]
+        self.policies: dict[str, dict[str, Any]] = {row["policy"]: row for row in self.report["policies"]}
+
+    def _run(self, *arguments: Any) -> Any:
+        done = CliRunner().invoke(app, [*map(str, arguments), "--target", "h200", "--json"])
+        assert done.exit_code == 0, done.stderr
+        return json.loads(done.stdout)
+
+    @property
+    def plans(self) -> list[tuple[dict[str, Any], str]]:
+        """The plan and the page that shows it, of each command."""
+        return [(self.plan, self.plan_page), (self.in_report, self.report_page)]
+
+
+@pytest.fixture(scope="module", params=["scanned", "unrolled"])
+def shown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Shown:
+    return Shown(tmp_path_factory.mktemp("pages"), request.param)
+
+
+def points(plan: dict[str, Any]) -> list[dict[str, Any]]:
+    """The points of the plan's line, with the plan."""
+    its_own = {
+        "name": "the plan",
+        "compiled": True,
+        **{name: plan[name] for name in ("device_bytes", "host_bytes", "seconds", "timed")},
+    }
+    others = [point for point in plan["frontier"] if not is_plan(plan, point)]
+    return sorted([its_own, *others], key=lambda point: (point["device_bytes"], point["seconds"]))
+
+
+def is_plan(plan: dict[str, Any], point: dict[str, Any]) -> bool:
+    same = (point["device_bytes"], point["seconds"]) == (plan["device_bytes"], plan["seconds"])
+    return bool(point["compiled"] and same)
+
+
+def row(plan: dict[str, Any], point: dict[str, Any]) -> list[str]:
+    """A point's row on a page."""
+    return [
+        point["name"],
+        format_bytes(point["device_bytes"]),
+        format_bytes(point["host_bytes"]),
+        "compiled" if point["compiled"] else "predicted",
+        format_difference(point["seconds"], True),
+        ORIGIN[point["timed"]],
+        "within" if point["device_bytes"] <= plan["budget"] else "over",
+    ]
+
+
+def test_the_line_and_the_named_policies_of_a_plan(shown: Shown) -> None:
+    for plan, page in shown.plans:
+        tables = Tables(page).tables
+        named = [point for point in plan["named"] if point["seconds"] is not None and not point["remark"]]
+        for label, wanted in (("the frontier", points(plan)), ("the named policies", named)):
+            assert [[text for _, text in cells] for cells in tables[label][1:]] == [row(plan, point) for point in wanted]
+            exact = [[float(cells[at][0]) for at in (1, 2, 4)] for cells in tables[label][1:]]
+            assert exact == [[point[name] for name in ("device_bytes", "host_bytes", "seconds")] for point in wanted]
+
+
+def test_the_figures_beside_the_slider_are_those_of_the_line(shown: Shown) -> None:
+    for plan, page in shown.plans:
+        lists = re.findall(r'<dl class="figures".*?</dl>', page)
+        assert len(lists) == len(points(plan)) >= 2
+        for text, point in zip(lists, points(plan), strict=True):
+            extra, left = point["seconds"] - plan["base_seconds"], plan["budget"] - point["device_bytes"]
+            share = f" ({100 * abs(extra) / plan['base_seconds']:.2g} %)"
+            time = format_difference(point["seconds"], True)
+            assert re.findall("<dd>(.*?)</dd>", text) == [
+                format_bytes(point["device_bytes"]),
+                format_bytes(point["host_bytes"]),
+                f"{time}, {'compiled schedule' if point['timed'] else 'traced program'}",
+                format_difference(extra, True) + share,
+                format_bytes(abs(left)),
+            ]
+            assert f"{format_bytes(point['device_bytes'])} ({row(plan, point)[3]}), {time} a step" in text
+            assert ("The plan: " in text) == (point["name"] == "the plan")
+
+
+def test_the_layers_of_a_plan(shown: Shown) -> None:
+    for plan, page in shown.plans:
+        wanted = []
+        for point in points(plan):
+            parts = plan["parts"] if point["name"] == "the plan" else point["parts"]
+            wanted += [[part[f"{action}_bytes"] for part in parts] for action in ("saved", "offloaded", "recomputed")]
+        cells = Tables(page).tables["residuals of the layers, as a table"]
+        drawn = [row for row in cells if row[1][1] in ("saved", "offloaded", "recomputed")]
+        assert [[int(value) for value, _ in row[3:]] for row in drawn] == wanted and any(map(any, wanted))
+
+
+def test_the_policies_of_a_report(shown: Shown) -> None:
+    rows = table(shown.report_page, "policies compared")
+    assert list(rows) == list(shown.policies) and list(rows)[-1] == "the plan"
+    limit, base = shown.in_report["budget"], shown.policies["off"]["seconds"]
+    for name, policy in shown.policies.items():
+        wanted = {
+            "device": format_bytes(policy["device_bytes"]),
+            "temp": format_bytes(policy["temp_bytes"]),
+            "host": format_bytes(policy["host_bytes"]),
+            "kept: device": format_bytes(policy["residual_device_bytes"]),
+            "kept: host": format_bytes(policy["residual_host_bytes"]),
+            "step": format_difference(policy["seconds"], True),
+            "over keeping all": format_difference(policy["extra_seconds"], True),
+            "recomputed": format_flops(policy["recompute_flops"]),
+            "fits": "yes" if policy["device_bytes"] <= limit else "no",
+            "traps": str(len(policy["findings"])),
+        }
+        assert {title: rows[name][title][1] for title in wanted} == wanted
+        assert float(rows[name]["step"][0]) == policy["seconds"] and policy["timed"]
+        assert policy["extra_seconds"] == policy["seconds"] - base
+
+
+def test_the_bars_of_a_report_add_up_to_its_bytes(shown: Shown) -> None:
+    tables = Tables(shown.report_page).tables
+    for label, name in (
+        ("device memory by policy", "device_bytes"),
+        ("device memory at the peak, by module", "device_bytes"),
+        ("host memory by policy", "host_bytes"),
+    ):
+        head, *rows = tables[f"{label}, as a table"]
+        together = {title: int(value) for (_, title), (value, _) in zip(head[3:], rows[-1][3:], strict=True)}
+        assert together == {policy: row[name] for policy, row in shown.policies.items() if row[name]}, label
+    offloads = {policy: row["receipt"] for policy, row in shown.policies.items() if row["receipt"]}
+    wanted = [[each[f"{name}_bytes"] for name in ("offered", "host", "returned")] for each in offloads.values()]
+    assert [[int(value) for value, _ in cells[1:4]] for cells in tables["offload"][1:]] == wanted and wanted
+
+
+def test_one_step_has_one_figure_in_a_report(shown: Shown) -> None:
+    plan, policies = shown.in_report, shown.policies
+    assert plan["base_seconds"] == policies["off"]["seconds"]
+    assert [policies["the plan"][name] for name in ("device_bytes", "host_bytes", "seconds")] == [
+        plan[name] for name in ("device_bytes", "host_bytes", "seconds")
+    ]
+    compiled = [point for point in plan["named"] if point["name"] in policies and not point["remark"]]
+    assert len(compiled) >= 3
+    for point in compiled:
+        figures = {name: policies[point["name"]][name] for name in ("device_bytes", "host_bytes", "seconds", "timed")}
+        assert {name: point[name] for name in figures} == figures and point["compiled"]
+        # No compiled policy lies below the line.
+        beside = [other for other in points(plan) if other["device_bytes"] <= point["device_bytes"]]
+        assert any(other["seconds"] <= point["seconds"] for other in beside)
+    fits = [row for name, row in policies.items() if row["device_bytes"] <= plan["budget"] and not is_miscompiled(row)]
+    fastest = min(fits, key=lambda row: (row["seconds"], row["policy"] != "the plan"))
+    said = f"are estimated to be faster than the plan: {fastest['policy']}"
+    assert (fastest["policy"] == "the plan") is (said not in shown.report_page)
+
+
+def is_miscompiled(policy: dict[str, Any]) -> bool:
+    return bool(policy["receipt"] and policy["receipt"]["miscompiled"])
+
+
+def test_all_estimated_times_are_ranges_of_times_in_the_json(shown: Shown) -> None:
+    """In sentences too. Reasons for residuals have prices, traps have nominal times, and facts have rates."""
+    for plan, page in shown.plans:
+        text = re.sub(
+            r'<svg.*?</svg>|<pre>.*?</pre>|<(ul class="findings"|dl class="facts").*?</[ud]l>', "", page, flags=re.DOTALL
+        )
+        every = [*points(plan), *plan["named"], *shown.policies.values()]
+        seconds = [point["seconds"] for point in every if point["seconds"] is not None]
+        times = [*seconds, *(each - plan["base_seconds"] for each in seconds), plan["next_gib_seconds"]]
+        for point in (plan, *plan["frontier"]):
+            for part in point["parts"]:
+                times.append(part["layers"] * (part["recompute_seconds"] + part["copy_seconds"]))
+                times += [residual["seconds"] for residual in part["rows"]]
+        wanted = {format_difference(abs(time), True) for time in times if time is not None}
+        found = re.findall(r"[\d.]+ (?:s|ms|µs|ns)(?: to [\d.]+ (?:s|ms|µs|ns))?\b", text)
+        assert len(found) > 20 and set(found) <= wanted | {"0 s"}
+        assert escaped(format_difference(plan["seconds"], True)) in text
