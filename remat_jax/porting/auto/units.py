@@ -14,12 +14,13 @@ from remat_jax.porting.tensors import memory_of
 # bare parameter.
 _OF_A_MODULE = {"kernel", "bias", "scale", "embedding", "weight", "mean", "var", "w", "b", "offset", "embeddings"}
 _TOGETHER = (("query", "key", "value"), ("q", "k", "v"), ("q_proj", "k_proj", "v_proj"), ("wq", "wk", "wv"))
+FUSED_CELL = ("dense_i", "dense_h")
 # The names of the layers of an LSTM in Linen and in NNX, of a GRU, of cells whose gates are fused, and of a cell without gates.
 _CELLS = (
     ("ii", "if", "ig", "io", "hi", "hf", "hg", "ho"),
     ("ii", "if_", "ig", "io", "hi", "hf", "hg", "ho"),
     ("ir", "iz", "in", "hr", "hz", "hn"),
-    ("dense_i", "dense_h"),
+    FUSED_CELL,
     ("i", "h"),
 )
 RECURRENT = ("LSTM", "GRU", "RNN")
