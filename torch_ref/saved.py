@@ -128,7 +128,7 @@ def saved_for_backward(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Sav
 
 
 def _settled(watch: _StorageWatch) -> dict[int, SavedEntry]:
-    """The storages that are alive after the threads of collectives, which hold arrays a moment longer than the caller, let go."""
+    """The storages that are alive after the threads of collectives let go; they hold arrays a moment longer than the caller."""
     alive = watch.alive()
     while dist.is_available() and dist.is_initialized():
         time.sleep(0.02)
