@@ -60,31 +60,34 @@ def test_outputs_of_equal_shape_are_paired_by_key() -> None:
 class Scale(torch.nn.Module):
     """An RMS norm of one's own, whose class has no telling name."""
 
-    def __init__(self) -> None:
+    def __init__(self, weighted: bool) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(8))
+        self.weight = torch.nn.Parameter(torch.ones(8)) if weighted else 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight
 
 
 class WithScale(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, weighted: bool) -> None:
         super().__init__()
-        self.up, self.norm, self.down = torch.nn.Linear(8, 8), Scale(), torch.nn.Linear(8, 4)
+        self.up, self.norm, self.down = torch.nn.Linear(8, 8), Scale(weighted), torch.nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.norm(self.up(x)))
 
 
+@pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("name", ["norm", "rescaled"])
-def test_a_norm_of_ones_own_is_matched_by_its_weights(name: str) -> None:
+def test_a_norm_of_ones_own_is_matched_by_its_weights_or_by_what_it_computes(name: str, weighted: bool) -> None:
     class Flax(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
-            return nn.Dense(4, name="down")(nn.RMSNorm(epsilon=1e-3, name=name)(nn.Dense(8, name="up")(x)))
+            norm = nn.RMSNorm(epsilon=1e-3, use_scale=weighted, name=name)
+            return nn.Dense(4, name="down")(norm(nn.Dense(8, name="up")(x)))
 
-    forward, _, _ = found(WithScale(), Flax(), rules=f"norm.weight -> params/{name}/scale\n{LAYERS}")
+    scale = f"norm.weight -> params/{name}/scale\n" if weighted else ""
+    forward, _, _ = found(WithScale(weighted), Flax(), rules=scale + LAYERS)
     assert forward == ("norm", "output 0", "")
 
 
