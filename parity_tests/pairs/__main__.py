@@ -30,8 +30,8 @@ PACKAGES = ("transformers", "torch", "jax", "flax")
 TEXT = """# Third-party pairs of models
 
 Does `rj.parity.compare` pass correct ports, and find and name the faults of wrong ports, in code that it has not seen? Here it
-compares the Flax classes of `transformers` with its PyTorch classes: tiny models with random weights, on a CPU. This note is
-written by
+compares the Flax classes of `transformers` with its PyTorch classes, and pairs of kinds without such classes that are written
+by hand (LoRA, experts, Mamba, a UNet, recurrent nets): tiny models with random weights, on a CPU. This note is written by
 
     make test-pairs
 
@@ -116,11 +116,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--resume", action="store_true", help="do not compute again what an earlier run has kept")
     parser.add_argument("--processes", type=int, default=2, help="how many pairs are compared at a time")
     options = parser.parse_args(arguments)
-    if not models.has_flax_classes():
+    if unknown := [name for name in options.names if name not in models.NAMES]:
+        sys.exit(f"no pair is named {', '.join(unknown)}; give some of {', '.join(models.NAMES)}, or none for all of them")
+    names = options.names or list(models.NAMES)
+    if not models.has_flax_classes() and models.PAIRS.keys() & set(names):
         sys.exit("transformers has no Flax classes here: run make test-pairs, which installs 4.56.2 beside the project")
-    if unknown := [name for name in options.names if name not in models.PAIRS]:
-        sys.exit(f"no pair is named {', '.join(unknown)}; give some of {', '.join(models.PAIRS)}, or none for all of them")
-    names = options.names or list(models.PAIRS)
     done = {name: result for name in names if options.resume and (result := kept(name))}
     for result in computed(examine, [name for name in names if name not in done], options.processes):
         done[result.name] = result

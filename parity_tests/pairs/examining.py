@@ -84,10 +84,9 @@ def plant(result: Result) -> Result:
     with _comparisons() as compare:
         case = models.make(result.name)
         kernels = [faults.Weight(*weight) for weight in result.weights]
-        each_fault = faults.FAULTS[result.name]() if result.name in faults.FAULTS else faults.of_dense_layers(kernels)
         planted = [
             _planted(compare, fault, {**case, **QUICK, "rules": rules})
-            for fault in each_fault
+            for fault in faults.faults_of(result.name, kernels)
             for rules in (case.get("rules") or result.rules, "auto")
         ]
     return replace(result, planted=planted)

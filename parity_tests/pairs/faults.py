@@ -1,4 +1,4 @@
-"""Ten common faults of ports, planted one at a time in the Flax side of six pairs; five of dense layers in the other pairs."""
+"""Ten common faults of ports, planted one at a time in the Flax side of six pairs; others in the other pairs."""
 
 from __future__ import annotations
 
@@ -292,6 +292,8 @@ def of_dense_layers(weights: Iterable[Weight]) -> list[Fault]:
     """Four faults of dense layers of any pair, and one of two dense layers of equal shapes in one module."""
     kernels = [weight for weight in weights if weight.path.endswith("/kernel") and weight.name.endswith(".weight")]
     paths = [weight.modules for weight in kernels]
+    if not paths:
+        return []
     first, second, third, fourth = (paths[len(paths) * part // 5] for part in (1, 2, 3, 4))
     return [
         forward("an output scaled", first[0], at(first[1], output(lambda x: x * 1.001))),
@@ -318,4 +320,49 @@ def both(first: Plant, second: Plant) -> Plant:
     return lambda case: second(first(case))
 
 
+def lora(weights: Iterable[Weight]) -> list[Fault]:
+    first, second = "layers/0/mixer", "layers/1/mixer"
+    return [
+        forward("an adapter not scaled", f"{second}/q_proj", at("layers_1/mixer/q_proj", fields(scale=1.0))),
+        forward("an adapter left out", f"{first}/v_proj", at("layers_0/mixer/v_proj", fields(scale=0.0))),
+        forward("a layer left out", second, at("layers_1/mixer", left_out)),
+        backward("a sign flipped", f"{first}/q_proj", at("layers_0/mixer/q_proj", FLIPPED)),
+        backward("an input detached", f"{second}/v_proj", at("layers_1/mixer/v_proj", detached)),
+    ]
+
+
+def experts(weights: Iterable[Weight]) -> list[Fault]:
+    return [
+        *of_dense_layers(weights),
+        forward("one expert for each token", "layers/0/mixer", at("layers_0/mixer", fields(chosen=1))),
+        forward("shares not normalised", "layers/1/mixer", at("layers_1/mixer", fields(normalises=False))),
+    ]
+
+
+def mamba(weights: Iterable[Weight]) -> list[Fault]:
+    first, second = "layers/0/mixer", "layers/1/mixer"
+    return [
+        *of_dense_layers(weights),
+        forward("the next tokens convolved", f"{first}/conv1d", at("layers_0/mixer/conv1d", fields(padding="SAME"))),
+        forward("steps by another function", second, at("layers_1/mixer", fields(positive=jnp.square))),
+        backward("a gradient doubled", f"{first}/conv1d", at("layers_0/mixer/conv1d", DOUBLED)),
+    ]
+
+
+def unet(weights: Iterable[Weight]) -> list[Fault]:
+    return [
+        *of_dense_layers(weights),
+        forward("another skip connection", "", at("", fields(skips=False))),
+        forward("other groups", "mid_block/norm2", at("mid_block/norm2", fields(num_groups=4))),
+        forward("padding as TensorFlow's", "downsample", at("downsample", fields(padding="SAME"))),
+        backward("an input detached", "mid_block", at("mid_block", detached)),
+    ]
+
+
 FAULTS = {"bert": bert, "gpt2": gpt2, "vit": vit, "bart": bart, "resnet": resnet, "t5": t5}
+OF_OWN = {"lora": lora, "experts": experts, "mamba": mamba, "unet": unet}
+
+
+def faults_of(name: str, weights: Iterable[Weight]) -> list[Fault]:
+    """The faults that are planted in a pair with these weights."""
+    return FAULTS[name]() if name in FAULTS else OF_OWN.get(name, of_dense_layers)(weights)

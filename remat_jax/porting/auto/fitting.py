@@ -17,7 +17,7 @@ from remat_jax.porting.auto.units import (
     attentions,
     buffer_units,
     flax_units,
-    stack_candidates,
+    stackings,
     torch_parts,
 )
 from remat_jax.porting.links import links_of_places, links_of_tensors
@@ -59,9 +59,9 @@ class _Parts:
 
     def groupings(self) -> Iterator[list[FlaxUnit]]:
         """The ways to group Flax's arrays into units."""
-        for stack in ("", *stack_candidates(self.shapes)):
-            for together in _together(self.units, attentions(self.shapes, stack)):
-                yield flax_units(self.shapes, stack=stack, together=together)
+        for stacks in stackings(self.shapes, self.units):
+            for together in _together(self.units, attentions(self.shapes, stacks)):
+                yield flax_units(self.shapes, stacks=stacks, together=together)
 
 
 def _exactly(pair: ModelPair, rules: Rules) -> Fit | None:

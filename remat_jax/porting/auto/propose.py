@@ -15,7 +15,7 @@ from remat_jax.porting.auto.crossing import crossings, like_siblings
 from remat_jax.porting.auto.fitting import fitting
 from remat_jax.porting.auto.interrogate import MapCandidate, Space, identify, other_answers, unexercised
 from remat_jax.porting.auto.pair import FLOAT32_ERROR, LIMIT, ModelPair
-from remat_jax.porting.auto.recipes import likeness, tokens
+from remat_jax.porting.auto.recipes import by_names, likeness, tokens
 from remat_jax.porting.float64 import FLOAT32_REMEDY, keep_jax_float64
 from remat_jax.porting.rules import Rules, as_rules
 from remat_jax.warning import warn
@@ -170,6 +170,12 @@ def _searched(pair: ModelPair, given: Rules) -> Proposal:
     if not pair.disagreement(space.rules(named), pair.generic(0))[0] <= LIMIT:
         pair.tell("looking for the weight map that makes the models agree")
         answer, problem = identify(pair, space, named)
+        other = _usual(space) if problem else None  # names may mislead if their numbers do not mean the same
+        if other and other.places != named.places:
+            again, other_problem = identify(pair, space, other)
+            answer, problem = (answer, problem) if other_problem else (again, "")
+            errors = [pair.disagreement(space.rules(each), pair.generic(0), gradients=False)[0] for each in (named, other)]
+            named = other if errors[1] < _MUCH_LESS * errors[0] else named
         problem = problem or _without_proof(pair, space, answer)
         if problem:
             best = answer if answer.places == named.places or not _names_decide(space, named) else named
@@ -188,6 +194,18 @@ def _searched(pair: ModelPair, given: Rules) -> Proposal:
         lines = lines if len(lines) <= _MOST_LINES else str(proven).splitlines()
         return Proposal(short(usual), "", proven, tuple(crossed), tuple(unlike), tuple(lines), error, where, notes)
     return Proposal(short(answer), notes=notes)
+
+
+_MUCH_LESS = 0.5
+"""The ratio of two errors below which the map of the smaller error is compared, not the map that names suggest."""
+
+
+def _usual(space: Space) -> MapCandidate | None:
+    """The map with as many usual transforms as possible; names decide the rest."""
+    places = by_names(space.torch, space.flax, space.table, usual_first=True)
+    if None in places:
+        return None
+    return space.usual(MapCandidate(tuple(places), (0,) * len(places)))  # type: ignore[arg-type]
 
 
 def _without_proof(pair: ModelPair, space: Space, candidate: MapCandidate) -> str:
