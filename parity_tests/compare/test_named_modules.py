@@ -14,6 +14,7 @@ import torch
 from parity_tests.compare import cases as c
 from parity_tests.compare.cases import run
 
+SERIES = np.random.default_rng(1).normal(size=(2, 7, 8)).astype(np.float32)
 X = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
 LAYERS = "{n}.weight -> params/{n}/kernel | linear\n{n}.bias -> params/{n}/bias"
 
@@ -89,6 +90,36 @@ def test_a_norm_of_ones_own_is_matched_by_its_weights_or_by_what_it_computes(nam
     scale = f"norm.weight -> params/{name}/scale\n" if weighted else ""
     forward, _, _ = found(WithScale(weighted), Flax(), rules=scale + LAYERS)
     assert forward == ("norm", "output 0", "")
+
+
+class Causal(torch.nn.Module):
+    """A convolution that pads both ends; the model drops the end of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.conv, self.down = torch.nn.Linear(8, 6), torch.nn.Conv1d(6, 6, 3, padding=2), torch.nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.conv(self.up(x).mT)[..., : x.shape[1]].mT.tanh())
+
+
+@pytest.mark.parametrize("padding", [[(2, 0)], [(1, 1)], [(2, 2)]])
+def test_outputs_are_compared_where_the_model_uses_them(padding: Any) -> None:
+    class Flax(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            y = nn.Conv(6, (3,), padding=padding, name="conv")(nn.Dense(6, name="up")(x))
+            return nn.Dense(4, name="down")(jnp.tanh(scaled_gradient(y)[:, : x.shape[1]]))
+
+    @jax.custom_vjp
+    def scaled_gradient(y: Any) -> Any:
+        return y
+
+    scaled_gradient.defvjp(lambda y: (y, None), lambda _, cotangent: (2 * cotangent,))
+    rules = f"conv.weight -> params/conv/kernel | conv1d\nconv.bias -> params/conv/bias\n{LAYERS}"
+    forward, backward, _ = found(Causal(), Flax(), SERIES, rules)
+    assert forward == (("conv", "output 0", "") if padding == [(1, 1)] else None)
+    assert padding == [(1, 1)] or backward[0] == ""
 
 
 class Chain(torch.nn.Module):
@@ -195,7 +226,6 @@ class PaddedFlax(nn.Module):
 
 
 CONV = "conv.weight -> params/conv/kernel | conv1d\nconv.bias -> params/conv/bias"
-SERIES = np.random.default_rng(1).normal(size=(2, 7, 8)).astype(np.float32)
 
 
 @pytest.mark.parametrize("mode", ["causal", "reflect"])

@@ -332,10 +332,16 @@ def lora(weights: Iterable[Weight]) -> list[Fault]:
 
 
 def experts(weights: Iterable[Weight]) -> list[Fault]:
+    """A fault inside the experts is between the layers that both models call: Flax's experts are one module, PyTorch's four."""
+    first, second = "layers/0/mixer", "layers/1/mixer"
+    ways = (at(f"layers_0/mixer/experts/{one}", with_weights_of(other)) for one, other in (("w1", "w3"), ("w3", "w1")))
     return [
-        *of_dense_layers(weights),
-        forward("one expert for each token", "layers/0/mixer", at("layers_0/mixer", fields(chosen=1))),
-        forward("shares not normalised", "layers/1/mixer", at("layers_1/mixer", fields(normalises=False))),
+        *of_dense_layers(weight for weight in weights if "experts" not in weight.name),
+        forward("one expert for each token", first, at("layers_0/mixer", fields(chosen=1))),
+        forward("shares not normalised", second, at("layers_1/mixer", fields(normalises=False))),
+        forward("experts scaled", first, at("layers_0/mixer/experts/w2", output(lambda x: x * 1.001))),
+        backward("a sign flipped in experts", second, at("layers_1/mixer/experts/w1", FLIPPED)),
+        forward("weights of experts exchanged", first, both(*ways), "crossed"),
     ]
 
 

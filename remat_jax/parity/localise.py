@@ -33,6 +33,7 @@ from remat_jax.parity.match import match, pairs_by_weights
 from remat_jax.parity.semantics import Difference
 from remat_jax.parity.tapped import TapVisit
 from remat_jax.parity.trees import is_floating
+from remat_jax.parity.trimming import trim
 from remat_jax.porting import as_numpy, as_rules, gradients_to_torch
 from remat_jax.porting.float64 import keep_float64
 from remat_jax.porting.links import links_of_places, tied_pairs
@@ -142,6 +143,7 @@ def first_divergences(
             shapes = {path: tuple(leaf.shape) for path, leaf in Variables(wide_variables).leaves.items()}
             called = {call.path for call in ours.calls}
             by_weights = pairs_by_weights(links_of_places(as_rules(rules), shapes), called)
+            trim(theirs, ours, by_weights)
         matched = match(modules(theirs), modules(ours), mapping, by_weights)
         calls = compared(theirs, ours, matched, None if rules is None else _under_torch_names(ours.gradients, rules))
         alone = _each_alone(step, theirs, ours, matched, calls) if single_step else ()
