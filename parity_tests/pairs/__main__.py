@@ -98,10 +98,10 @@ def kept(name: str) -> Result | None:
 
 
 def computed(run: Callable[[Any], Result], tasks: list[Any], processes: int) -> Iterator[Result]:
-    """The results of the tasks, each computed in a process of its own and kept."""
+    """The results of the tasks, each kept as soon as it is computed; after six tasks a new process begins, to free memory."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["parity_tests.pairs.examining", "remat_jax.parity"])
-    with concurrent.futures.ProcessPoolExecutor(processes, context, max_tasks_per_child=1) as pool:
+    with concurrent.futures.ProcessPoolExecutor(processes, context, max_tasks_per_child=6) as pool:
         for future in concurrent.futures.as_completed([pool.submit(run, task) for task in tasks]):
             result = future.result()
             KEPT.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ def computed(run: Callable[[Any], Result], tasks: list[Any], processes: int) -> 
 
 
 def main(arguments: list[str]) -> int:
-    """Compare pairs, then plant faults in them, each pair in its own process, and print the results."""
+    """Compare pairs, then plant faults in them, and print the results."""
     parser = argparse.ArgumentParser(prog="python -m parity_tests.pairs")
     parser.add_argument("names", nargs="*", help="the pairs; without names, all of them, and the note is written")
     parser.add_argument("--resume", action="store_true", help="do not compute again what an earlier run has kept")

@@ -97,7 +97,8 @@ def _comparisons() -> Iterator[Any]:
     """`compare`, with compilers that are quick and without warnings."""
     import jax
 
-    gc.freeze()  # the imports
+    if not gc.get_freeze_count():
+        gc.freeze()  # the imports
     jax.config.update("jax_disable_most_optimizations", True)  # machine code that runs once
     warnings.simplefilter("ignore")
     from remat_jax.parity import compare
