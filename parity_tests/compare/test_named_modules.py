@@ -122,6 +122,46 @@ def test_outputs_are_compared_where_the_model_uses_them(padding: Any) -> None:
     assert padding == [(1, 1)] or backward[0] == ""
 
 
+class ScaledEmbedding(torch.nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * 3.0
+
+
+class Scaling(torch.nn.Module):
+    """The embedding is scaled by its own class, as in some models of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.left, self.right = ScaledEmbedding(9, 6), torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        return self.left(x).tanh() * self.right(x).tanh()
+
+
+@pytest.mark.parametrize("wrong", ["words", "left", "right"])
+def test_a_difference_that_the_code_around_a_module_makes_up_for_is_not_named(wrong: str) -> None:
+    class Flax(nn.Module):
+        @nn.compact
+        def __call__(self, ids: Any) -> Any:
+            scale = {name: 1.01 if name == wrong else 1.0 for name in ("words", "left", "right")}
+            x = 3.0 * scale["words"] * nn.Embed(9, 6, name="words")(ids)
+            return jnp.tanh(scale["left"] * nn.Dense(6, name="left")(x)) * jnp.tanh(Scaled(scale["right"], name="right")(x))
+
+    class Scaled(nn.Module):
+        scale: float
+
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            kernel = self.param("kernel", nn.initializers.lecun_normal(), (6, 6))
+            return (x @ kernel + self.param("bias", nn.initializers.zeros, (6,))) * self.scale
+
+    ids = np.array([[1, 2, 3], [4, 5, 6]])
+    rules = "words.weight -> params/words/embedding\n{n}.weight -> params/{n}/kernel | linear\n{n}.bias -> params/{n}/bias"
+    forward, _, _ = found(Scaling(), Flax(), ids, rules)
+    assert forward[:2] == {"words": ("words", "output 0"), "left": ("", "output 0"), "right": ("right", "output 0")}[wrong]
+
+
 class Chain(torch.nn.Module):
     def __init__(self, words: bool) -> None:
         super().__init__()
