@@ -61,11 +61,19 @@ Each fault is planted in the Flax model. The comparison runs in float64, with th
 """
 
 
+def named_by_rules(results: list[Result]) -> dict[str, list[bool]]:
+    """For the right map and for proposed maps: whether each fault is named."""
+    planted = [fault for result in results for fault in result.planted or ()]
+    return {rules: [fault.named for fault in planted if fault.rules == rules] for rules in LEAST_NAMED}
+
+
 def note(results: list[Result]) -> str:
     """The note: a table of the pairs, and one of the faults."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in PACKAGES)
     planted = [(result.name, fault) for result in results for fault in result.planted or ()]
     detected, named = sum(not fault.passed for _, fault in planted), sum(fault.named for _, fault in planted)
+    examined = sum(bool(result.planted) for result in results)
+    by_rules = "; ".join(f"{sum(each)} of {len(each)} with rules {rules}" for rules, each in named_by_rules(results).items())
     right = [result for result in results if result.name not in WRONG]
     pairs = [
         f"| {result.name} | {'passes' if result.passed else f'{result.verdict}; {result.said}'} | {result.tensors} "
@@ -80,8 +88,9 @@ def note(results: list[Result]) -> str:
     ]
     return TEXT.format(
         versions=versions,
-        counts=f"{sum(result.passed for result in right)} of {len(right)} correct pairs pass. Of {len(planted)} planted "
-        f"faults, {detected} are found, and {named} are reported in the right pass and module.",
+        counts=f"{sum(result.passed for result in right)} of {len(right)} correct pairs pass. In {examined} of {len(results)} "
+        f"pairs, {len(planted)} faults are planted; {detected} are found, and {named} are reported in the right pass and "
+        f"module: {by_rules}.",
         pairs="\n".join(pairs),
         faults="\n".join(rows),
     )
@@ -126,7 +135,8 @@ def main(arguments: list[str]) -> int:
         done[result.name] = result
         state = "ok" if result.is_right else "FAILED"
         print(f"{state:6} {result.name}: {result.verdict} {result.said} ({result.seconds:.0f} s)", flush=True)
-    for result in computed(plant, [done[name] for name in names if done[name].planted is None], options.processes):
+    right = [done[name] for name in names if name not in WRONG and done[name].planted is None]
+    for result in computed(plant, right, options.processes):
         done[result.name] = result
         print(result.name)
         for fault in result.planted or ():
@@ -137,7 +147,7 @@ def main(arguments: list[str]) -> int:
         NOTE.write_text(note(results), encoding="utf-8")
     planted = [fault for result in results for fault in result.planted or ()]
     fails = sum(not result.is_right for result in results) + sum(fault.passed for fault in planted)
-    named = {rules: [fault.named for fault in planted if fault.rules == rules] for rules in LEAST_NAMED}
+    named = named_by_rules(results)
     counts = "; ".join(f"{len(each)} faults with rules {rules}, {sum(each)} named" for rules, each in named.items())
     print(f"{len(results)} pairs; {counts}; {fails} failed")
     return int(bool(fails) or any(sum(each) < LEAST_NAMED[rules] * len(each) for rules, each in named.items()))

@@ -116,7 +116,8 @@ def _planted(compare: Callable[..., Any], fault: faults.Fault, case: dict[str, A
     except RematError as error:
         seconds = time.perf_counter() - start
         return Planted(fault.name, rules, expected, passed=False, named=False, said=described(error), seconds=seconds)
-    named = {direction: divergence["torch_path"] for direction, divergence in report.divergences.items() if divergence}
+    # A module that is called again has the call's number behind its path.
+    named = {way: each["torch_path"].partition("#")[0] for way, each in report.divergences.items() if each}
     is_said = not is_auto or not fault.unusual or bool(getattr(report, fault.unusual))
     unusual = [*(f"{each} exchanged" for each in report.crossed), *report.unlike]
     return Planted(

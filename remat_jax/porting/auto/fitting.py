@@ -111,6 +111,8 @@ def _with_leftovers(pair: ModelPair, rules: Rules, frozen: Sequence[str]) -> Fit
         sizes = [pair.initial[name].shape for name in tensors if name not in parts.buffers]
         sizes += [parts.shapes[path] for path in arrays]
         fits.append((sum(int(np.prod(shape)) for shape in sizes), (space, start)))
+        if not fits[-1][0]:
+            break
     _, (space, start) = min(fits, key=lambda entry: entry[0])
     tables = set(space.left_over(start)[0]) & set(frozen)
     pair.write((pair.written | {unit.name for unit in space.torch if unit.kind == "Buffer"}) - tables)

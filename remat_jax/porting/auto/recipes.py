@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections import Counter
@@ -51,6 +52,7 @@ def table(torch: Sequence[TorchUnit], flax: Sequence[FlaxUnit], *, partial: bool
     return [[_ways(torch_unit, flax_unit, partial) for flax_unit in flax] for torch_unit in torch]
 
 
+@functools.lru_cache(maxsize=65536)  # different groupings of Flax's arrays share most units
 def _ways(torch: TorchUnit, flax: FlaxUnit, partial: bool) -> list[Way]:
     if flax.children:
         return _cell(torch, flax) if torch.kind in RECURRENT else _fused(torch, flax)
@@ -96,9 +98,14 @@ def _is_usual(torch: TorchUnit, way: Way) -> bool:
     )
 
 
-def _fits(text: str, before: list[Shape], after: list[Shape]) -> bool:
+def _fits(text: str, before: Sequence[Shape], after: Sequence[Shape]) -> bool:
+    return _fits_shapes(text, tuple(before), tuple(after))
+
+
+@functools.lru_cache(maxsize=65536)  # a large model has many modules, but few shapes
+def _fits_shapes(text: str, before: tuple[Shape, ...], after: tuple[Shape, ...]) -> bool:
     try:
-        return Transform.parse(text).before(after, len(before)) == before
+        return Transform.parse(text).before(list(after), len(before)) == list(before)
     except PortingError:
         return False
 
@@ -221,6 +228,7 @@ def likeness(torch: str, flax: str) -> float:
     return score + last + equal / max(len(numbers), len(other_numbers))
 
 
+@functools.lru_cache(maxsize=65536)
 def _words(name: str) -> tuple[list[str], list[str]]:
     pieces = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", name)
     words = [_WORD_OF.get(piece.lower(), piece.lower()) for piece in pieces if not piece.isdecimal()]
