@@ -1,4 +1,4 @@
-"""Compare every pair, plant faults, write docs/notes/pairs.md: `python -m parity_tests.pairs [--resume] [NAME …]`.
+"""Compare every pair, plant faults, write docs/notes/pairs.md: `python -m parity_tests.pairs [NAME …]`.
 
 With names it compares only these pairs, and writes no note. Results are kept in build/pairs, and with `--resume` those that an
 earlier run has kept are not computed again. It fails if a right pair does not pass, a wrong pair passes, a fault is not found,
@@ -123,11 +123,15 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m parity_tests.pairs")
     parser.add_argument("names", nargs="*", help="the pairs; without names, all of them, and the note is written")
     parser.add_argument("--resume", action="store_true", help="do not compute again what an earlier run has kept")
+    parser.add_argument("--note", action="store_true", help="write the note from the kept results, and compute nothing")
     parser.add_argument("--processes", type=int, default=2, help="how many pairs are compared at a time")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.names if name not in models.NAMES]:
         sys.exit(f"no pair is named {', '.join(unknown)}; give some of {', '.join(models.NAMES)}, or none for all of them")
-    names = options.names or list(models.NAMES)
+    if options.note:
+        NOTE.write_text(note([result for name in models.NAMES if (result := kept(name))]), encoding="utf-8")
+        return 0
+    names = list(dict.fromkeys(options.names or models.NAMES))
     if not models.has_flax_classes() and models.PAIRS.keys() & set(names):
         sys.exit("transformers has no Flax classes here: run make test-pairs, which installs 4.56.2 beside the project")
     done = {name: result for name in names if options.resume and (result := kept(name))}
