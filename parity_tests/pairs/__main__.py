@@ -24,6 +24,8 @@ from parity_tests.pairs.examining import WRONG, Planted, Result, examine, plant
 ROOT = Path(__file__).parents[2]
 NOTE, KEPT = ROOT / "docs" / "notes" / "pairs.md", ROOT / "build" / "pairs"
 LEAST_NAMED = {"given": 0.97, "auto": 0.9}
+TASKS = 6
+"""The number of pairs for each process."""
 PACKAGES = ("transformers", "torch", "jax", "flax")
 
 
@@ -107,15 +109,18 @@ def kept(name: str) -> Result | None:
 
 
 def computed(run: Callable[[Any], Result], tasks: list[Any], processes: int) -> Iterator[Result]:
-    """The results of the tasks, each kept as soon as it is computed; after six tasks a new process begins, to free memory."""
+    """The results of the tasks, each kept as soon as it is computed; new processes begin after some tasks, to free memory."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["parity_tests.pairs.examining", "remat_jax.parity"])
-    with concurrent.futures.ProcessPoolExecutor(processes, context, max_tasks_per_child=6) as pool:
-        for future in concurrent.futures.as_completed([pool.submit(run, task) for task in tasks]):
-            result = future.result()
-            KEPT.mkdir(parents=True, exist_ok=True)
-            (KEPT / f"{result.name}.json").write_text(json.dumps(dataclasses.asdict(result)), encoding="utf-8")
-            yield result
+    for first in range(0, len(tasks), TASKS * processes):
+        # `max_tasks_per_child` would do this, but it makes the executor of Python 3.11 wait forever.
+        with concurrent.futures.ProcessPoolExecutor(processes, context) as pool:
+            several = tasks[first : first + TASKS * processes]
+            for future in concurrent.futures.as_completed([pool.submit(run, task) for task in several]):
+                result = future.result()
+                KEPT.mkdir(parents=True, exist_ok=True)
+                (KEPT / f"{result.name}.json").write_text(json.dumps(dataclasses.asdict(result)), encoding="utf-8")
+                yield result
 
 
 def main(arguments: list[str]) -> int:
