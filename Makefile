@@ -61,7 +61,7 @@ test-newest: $(STAMP)  ## run a representative part of them with the newest JAX,
 
 PAIRS := .venv-pairs
 .PHONY: test-pairs
-test-pairs: $(PAIRS)/.installed  ## compare 60 pairs of models of transformers 4.56.2, Flax beside PyTorch, and write their note
+test-pairs: $(PAIRS)/.installed  ## compare 67 pairs of models, Flax beside PyTorch, most of transformers 4.56.2, and write their note
 	JAX_PLATFORMS=cpu $(ONE_THREAD) $(PAIRS)/bin/python -m parity_tests.pairs $(ARGS)
 
 $(PAIRS)/.installed: pyproject.toml constraints.txt

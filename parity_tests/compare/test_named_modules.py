@@ -14,6 +14,7 @@ import torch
 from parity_tests.compare import cases as c
 from parity_tests.compare.cases import run
 
+SERIES = np.random.default_rng(1).normal(size=(2, 7, 8)).astype(np.float32)
 X = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
 LAYERS = "{n}.weight -> params/{n}/kernel | linear\n{n}.bias -> params/{n}/bias"
 
@@ -60,32 +61,105 @@ def test_outputs_of_equal_shape_are_paired_by_key() -> None:
 class Scale(torch.nn.Module):
     """An RMS norm of one's own, whose class has no telling name."""
 
-    def __init__(self) -> None:
+    def __init__(self, weighted: bool) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(8))
+        self.weight = torch.nn.Parameter(torch.ones(8)) if weighted else 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight
 
 
 class WithScale(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, weighted: bool) -> None:
         super().__init__()
-        self.up, self.norm, self.down = torch.nn.Linear(8, 8), Scale(), torch.nn.Linear(8, 4)
+        self.up, self.norm, self.down = torch.nn.Linear(8, 8), Scale(weighted), torch.nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.norm(self.up(x)))
 
 
+@pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("name", ["norm", "rescaled"])
-def test_a_norm_of_ones_own_is_matched_by_its_weights(name: str) -> None:
+def test_a_norm_of_ones_own_is_matched_by_its_weights_or_by_what_it_computes(name: str, weighted: bool) -> None:
     class Flax(nn.Module):
         @nn.compact
         def __call__(self, x: Any) -> Any:
-            return nn.Dense(4, name="down")(nn.RMSNorm(epsilon=1e-3, name=name)(nn.Dense(8, name="up")(x)))
+            norm = nn.RMSNorm(epsilon=1e-3, use_scale=weighted, name=name)
+            return nn.Dense(4, name="down")(norm(nn.Dense(8, name="up")(x)))
 
-    forward, _, _ = found(WithScale(), Flax(), rules=f"norm.weight -> params/{name}/scale\n{LAYERS}")
+    scale = f"norm.weight -> params/{name}/scale\n" if weighted else ""
+    forward, _, _ = found(WithScale(weighted), Flax(), rules=scale + LAYERS)
     assert forward == ("norm", "output 0", "")
+
+
+class Causal(torch.nn.Module):
+    """A convolution that pads both ends; the model drops the end of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.conv, self.down = torch.nn.Linear(8, 6), torch.nn.Conv1d(6, 6, 3, padding=2), torch.nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.conv(self.up(x).mT)[..., : x.shape[1]].mT.tanh())
+
+
+@pytest.mark.parametrize("padding", [[(2, 0)], [(1, 1)], [(2, 2)]])
+def test_outputs_are_compared_where_the_model_uses_them(padding: Any) -> None:
+    class Flax(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            y = nn.Conv(6, (3,), padding=padding, name="conv")(nn.Dense(6, name="up")(x))
+            return nn.Dense(4, name="down")(jnp.tanh(scaled_gradient(y)[:, : x.shape[1]]))
+
+    @jax.custom_vjp
+    def scaled_gradient(y: Any) -> Any:
+        return y
+
+    scaled_gradient.defvjp(lambda y: (y, None), lambda _, cotangent: (2 * cotangent,))
+    rules = f"conv.weight -> params/conv/kernel | conv1d\nconv.bias -> params/conv/bias\n{LAYERS}"
+    forward, backward, _ = found(Causal(), Flax(), SERIES, rules)
+    assert forward == (("conv", "output 0", "") if padding == [(1, 1)] else None)
+    assert padding == [(1, 1)] or backward[0] == ""
+
+
+class ScaledEmbedding(torch.nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * 3.0
+
+
+class Scaling(torch.nn.Module):
+    """The embedding is scaled by its own class, as in some models of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.left, self.right = ScaledEmbedding(9, 6), torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        return self.left(x).tanh() * self.right(x).tanh()
+
+
+@pytest.mark.parametrize("wrong", ["words", "left", "right"])
+def test_a_difference_that_the_code_around_a_module_makes_up_for_is_not_named(wrong: str) -> None:
+    class Flax(nn.Module):
+        @nn.compact
+        def __call__(self, ids: Any) -> Any:
+            scale = {name: 1.01 if name == wrong else 1.0 for name in ("words", "left", "right")}
+            x = 3.0 * scale["words"] * nn.Embed(9, 6, name="words")(ids)
+            return jnp.tanh(scale["left"] * nn.Dense(6, name="left")(x)) * jnp.tanh(Scaled(scale["right"], name="right")(x))
+
+    class Scaled(nn.Module):
+        scale: float
+
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            kernel = self.param("kernel", nn.initializers.lecun_normal(), (6, 6))
+            return (x @ kernel + self.param("bias", nn.initializers.zeros, (6,))) * self.scale
+
+    ids = np.array([[1, 2, 3], [4, 5, 6]])
+    rules = "words.weight -> params/words/embedding\n{n}.weight -> params/{n}/kernel | linear\n{n}.bias -> params/{n}/bias"
+    forward, _, _ = found(Scaling(), Flax(), ids, rules)
+    assert forward[:2] == {"words": ("words", "output 0"), "left": ("", "output 0"), "right": ("right", "output 0")}[wrong]
 
 
 class Chain(torch.nn.Module):
@@ -192,7 +266,6 @@ class PaddedFlax(nn.Module):
 
 
 CONV = "conv.weight -> params/conv/kernel | conv1d\nconv.bias -> params/conv/bias"
-SERIES = np.random.default_rng(1).normal(size=(2, 7, 8)).astype(np.float32)
 
 
 @pytest.mark.parametrize("mode", ["causal", "reflect"])

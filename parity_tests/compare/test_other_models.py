@@ -17,7 +17,7 @@ from flax import nnx
 from parity_tests.compare import cases as c
 from parity_tests.compare.cases import run
 from remat_jax.apply.pytorch_style import gradient_checkpoint_forward
-from remat_jax.errors import ArgumentError
+from remat_jax.errors import ArgumentError, PortingError
 from remat_jax.parity import ParityReport
 
 SERIES = np.random.default_rng(0).normal(size=(2, 5, 4)).astype(np.float32)
@@ -83,6 +83,12 @@ def test_recurrent_nets_are_mapped_and_run_in_float64(name: str) -> None:
     assert "keep_float64=True" in checks(report)["Flax stays in float64"]
 
 
+def test_nnxs_gru_is_named_as_a_cell_without_a_bias_of_pytorchs() -> None:
+    case = {"torch_module": RecurrentTorch("GRU", 1, False), "flax_module": NnxRecurrent(nnx.GRUCell), "inputs": SERIES}
+    with pytest.raises(PortingError, match=r"rnn: .* third gate has a bias; nnx\.GRUCell has no such bias"):
+        run(case, rules="auto", **c.QUICK)
+
+
 def mlp() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -129,6 +135,24 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
         return nn.Dense(2)(nn.relu(nn.Dense(8)(x)))
+
+
+@pytest.mark.parametrize("keep", [None, True])
+def test_an_initialiser_that_fails_under_64_bit_types(keep: bool | None) -> None:
+    """Flax runs it at every use of the parameter, to compare shapes."""
+
+    def narrow(key: Any, shape: tuple[int, ...]) -> Any:
+        made = jnp.arange(np.prod(shape)).reshape(shape) / 7.0
+        assert made.dtype == jnp.float32
+        return made
+
+    class Flax(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(2)(nn.relu(nn.Dense(8, kernel_init=lambda key, shape, dtype: narrow(key, shape))(x)))
+
+    report = run({"torch_module": mlp(), "flax_module": Flax(), "inputs": X, "rules": "auto", **c.QUICK}, keep_float64=keep)
+    assert report.passed and report.weight_map == "proven"
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(Lists, ListsFlax), (mlp, MLP)])

@@ -49,12 +49,23 @@ class ModelTorch(torch.nn.Module):
         return x
 
 
+class Untransposed(nn.Module):
+    """A dense layer that does not transpose its kernel."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (8, 8))
+        return x @ kernel.T + self.param("bias", nn.initializers.zeros, (8,))
+
+
 class Layer(nn.Module):
     fault: str = ""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        dense = {name: nn.Dense(8, use_bias=name != "down", name=name) for name in DENSE}
+        untransposed = self.fault.split()[1:] if self.fault.startswith("untransposed") else []
+        dense = {name: nn.Dense(8, use_bias=name != "down", name=name) for name in DENSE if name not in untransposed}
+        dense |= {name: Untransposed(name=name) for name in untransposed}
         if self.fault in ("gate and up", "key and value", "query and value and key"):
             names = self.fault.split(" and ")
             dense |= {name: dense[other] for name, other in zip(names, (*names[1:], names[0]), strict=True)}
@@ -105,6 +116,42 @@ def test_exchanged_names_are_said_first(flax: nn.Module, crossed: str, module: s
     lines = [line.strip() for line in first.found.splitlines() if "->" in line]
     if crossed == "layers.1.gate and layers.1.up":
         assert run(case(flax_module=flax, rules=[*lines, "auto"])).passed
+
+
+ABSORBED = "layers.1.{name}.weight by 'identity' instead of 'linear'"
+
+
+@pytest.mark.parametrize("names", [["value"], ["query", "gate"]])
+def test_a_kernel_that_is_not_transposed_is_said_first(names: list[str]) -> None:
+    flax = Model(f"untransposed {' '.join(names)}")
+    report = run(case(flax_module=flax))
+    assert set(report.unlike) == {ABSORBED.format(name=name) for name in names} and not report.passed
+    assert report.weight_map == "unlike siblings"
+    assert report.verdict().startswith(
+        f"NOT PASSED: the models agree only if weights are transformed unlike their siblings ({report.unlike[0]}"
+    )
+    assert report.divergences["forward"]["flax_path"] == f"layers_1/{names[0]}"
+    lines = [line.strip() for line in report.checks[0].found.splitlines() if "->" in line]
+    assert set(lines) == {f"layers.1.{name}.weight -> params/layers_1/{name}/kernel" for name in names}
+    assert run(case(flax_module=flax, rules=[*lines, "auto"])).passed
+
+
+def test_kernels_of_which_none_is_transposed_are_a_convention() -> None:
+    class Flax(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.tanh(Untransposed(name="left")(x)) + nn.tanh(nn.LayerNorm(epsilon=1e-5, name="norm")(x))
+
+    class Torch(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.norm = torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.left(x).tanh() + self.norm(x).tanh()
+
+    report = run(case(torch_module=Torch(), flax_module=Flax()))
+    assert report.passed and report.weight_map == "proven"
 
 
 def test_propose_warns_of_exchanged_names() -> None:

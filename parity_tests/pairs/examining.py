@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from parity_tests.pairs import faults, models
+from remat_jax.errors import RematError, described
 
 QUICK: dict[str, Any] = {"modes": "off", "dtypes": "float64", "memory": False}
 """Faults in float64 need no other dtype or mode."""
@@ -19,7 +23,7 @@ WRONG = {"mistral": "model/layers/0/self_attn"}
 class Planted:
     """The result of a fault: the pass and the module that must be named, and those that the report names.
 
-    `rules` is "given", the map of the right pair, or "auto". `said` begins with the exchanged names, if there are any.
+    `rules` is "given", the map of the right pair, or "auto". `said` begins with what is unusual in a proposed map.
     """
 
     name: str
@@ -33,17 +37,18 @@ class Planted:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a pair."""
+    """The result of a pair, with its weight map and its weights. `planted` is None until faults are planted."""
 
     name: str
     passed: bool
     verdict: str
     said: str
     tensors: int
-    lines: int
+    rules: str
+    weights: list[faults.Weight]
     proposed: bool
     seconds: float
-    planted: list[Planted] = field(default_factory=list)
+    planted: list[Planted] | None = None
 
     @property
     def is_right(self) -> bool:
@@ -52,54 +57,76 @@ class Result:
 
 
 def examine(name: str) -> Result:
-    """Compare a pair by the default call, and again with every fault, in float64 alone, with the right map and without."""
+    """Compare a pair by the default call."""
+    with _comparisons() as compare:
+        case = models.make(name)
+        start = time.perf_counter()
+        try:
+            report = compare(**case)
+        except RematError as error:
+            seconds = time.perf_counter() - start
+            return Result(name, False, "stopped", described(error), 0, "", [], True, seconds, [])
+        return Result(
+            name=name,
+            passed=report.passed,
+            verdict=report.verdict(),
+            said=_said(report.divergences),
+            tensors=len(report.rows),
+            rules=report.rules,
+            weights=[faults.Weight(row.name, row.flax, row.shape) for row in report.rows if row.kind == "gradient"],
+            proposed="rules" not in case,
+            seconds=time.perf_counter() - start,
+        )
+
+
+def plant(result: Result) -> Result:
+    """Compare a pair with every fault, in float64 alone, with the right map and without."""
+    with _comparisons() as compare:
+        case = models.make(result.name)
+        kernels = [faults.Weight(*weight) for weight in result.weights]
+        planted = [
+            _planted(compare, fault, {**case, **QUICK, "rules": rules})
+            for fault in faults.faults_of(result.name, kernels)
+            for rules in (case.get("rules") or result.rules, "auto")
+        ]
+    return replace(result, planted=planted)
+
+
+@contextlib.contextmanager
+def _comparisons() -> Iterator[Any]:
+    """`compare`, with compilers that are quick and without warnings."""
     import jax
 
+    if not gc.get_freeze_count():
+        gc.freeze()  # the imports
     jax.config.update("jax_disable_most_optimizations", True)  # machine code that runs once
     warnings.simplefilter("ignore")
     from remat_jax.parity import compare
 
     with models.old_jax():
-        case = models.make(name)
-        start = time.perf_counter()
-        report = compare(**case)
+        yield compare
+
+
+def _planted(compare: Callable[..., Any], fault: faults.Fault, case: dict[str, Any]) -> Planted:
+    start, is_auto = time.perf_counter(), case["rules"] == "auto"
+    rules = "auto" if is_auto else "given"
+    expected = f"{fault.where}: {fault.modules[0] or 'the whole model'}"
+    try:
+        report = compare(**fault.plant(case))
+    except RematError as error:
         seconds = time.perf_counter() - start
-        rules = case.get("rules") or report.rules
-        with_faults = [
-            _planted(fault, {**case, **QUICK, "rules": each})
-            for fault in (faults.FAULTS[name]() if name in faults.FAULTS else faults.of_dense_layers(report.rows))
-            for each in (rules, "auto")
-        ]
-    return Result(
-        name=name,
-        passed=report.passed,
-        verdict=report.verdict(),
-        said=_said(report.divergences),
-        tensors=len(report.rows),
-        lines=len(report.rules.splitlines()),
-        proposed="rules" not in case,
-        seconds=seconds,
-        planted=[each for each in with_faults if each],
-    )
-
-
-def _planted(fault: faults.Fault, case: dict[str, Any]) -> Planted | None:
-    """The result of a fault; None if the fault is in the rules, and `case` proposes them."""
-    from remat_jax.parity import compare
-
-    start, wrong = time.perf_counter(), fault.plant(case)
-    is_auto = case["rules"] == "auto"
-    if is_auto and wrong["rules"] != "auto":
-        return None
-    report = compare(**wrong)
-    named = {direction: divergence["torch_path"] for direction, divergence in report.divergences.items() if divergence}
+        return Planted(fault.name, rules, expected, passed=False, named=False, said=described(error), seconds=seconds)
+    # A module that is called again has the call's number behind its path.
+    named = {way: each["torch_path"].partition("#")[0] for way, each in report.divergences.items() if each}
+    is_said = not is_auto or not fault.unusual or bool(getattr(report, fault.unusual))
+    unusual = [*(f"{each} exchanged" for each in report.crossed), *report.unlike]
     return Planted(
         name=fault.name,
-        rules="auto" if is_auto else "given",
-        expected=f"{fault.where}: {fault.modules[0] or 'the whole model'}",
+        rules=rules,
+        expected=expected,
         passed=report.passed,
-        named=named.keys() == {fault.where} and named[fault.where] in fault.modules,
-        said="".join(f"{each} exchanged; " for each in report.crossed) + _said(report.divergences),
+        named=is_said and named.keys() == {fault.where} and named[fault.where] in fault.modules,
+        said="".join(f"{each}; " for each in unusual) + _said(report.divergences),
         seconds=time.perf_counter() - start,
     )
 

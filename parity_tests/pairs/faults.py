@@ -1,8 +1,9 @@
-"""Ten common faults of ports, planted one at a time in the Flax side of six pairs; four of dense layers in the other pairs."""
+"""Ten common faults of ports, planted one at a time in the Flax side of six pairs; others in the other pairs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -10,9 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from parity_tests.mutants import planting as plant
-from parity_tests.mutants.planting import DOUBLED, FLIPPED, Plant, arguments, at, detached, fields, inside, mapped, output
+from parity_tests.mutants.planting import DOUBLED, FLIPPED, Plant, arguments, at, detached, fields, inside, output
 from parity_tests.pairs.models import module_of
-from remat_jax.parity import TensorRow
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -20,17 +20,19 @@ FORWARD, BACKWARD = "forward", "backward"
 class Fault(NamedTuple):
     """A fault, the pass, and PyTorch's modules, one of which must be named.
 
-    There are two modules if the fault is between a module and an inner module that gets a wrong input.
+    There are two modules if the fault is between a module and an inner module that gets a wrong input. A proposed map can make
+    the models agree in spite of some faults: `unusual` is then the attribute of the report that must say so.
     """
 
     name: str
     plant: Plant
     where: str
     modules: tuple[str, ...]
+    unusual: str = ""
 
 
-def forward(name: str, torch: str, planted: Plant) -> Fault:
-    return Fault(name, planted, FORWARD, (torch,))
+def forward(name: str, torch: str, planted: Plant, unusual: str = "") -> Fault:
+    return Fault(name, planted, FORWARD, (torch,), unusual)
 
 
 def backward(name: str, torch: str, planted: Plant) -> Fault:
@@ -55,6 +57,28 @@ def left_out(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
     return (args[0], *made[1:]) if isinstance(made, tuple) else args[0]
 
 
+def untransposed(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A layer with its square kernel transposed."""
+    made, kernel = method(*args, **kwargs), module.variables["params"]["kernel"]
+    # The kernel of GPT-2's class is already transposed.
+    change = kernel - kernel.T if type(module).__name__ == "FlaxConv1D" else kernel.T - kernel
+    return made + args[0] @ change
+
+
+def with_weights_of(sibling: str) -> Any:
+    """A dense layer with the weights of another layer of the same module."""
+
+    def change(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        made, own = method(*args, **kwargs), module.variables["params"]
+        other = module.parent.variables["params"].get(sibling)
+        if other is None:  # during `init`
+            return made
+        made += args[0] @ (other["kernel"] - own["kernel"])
+        return made + other["bias"] - own["bias"] if "bias" in own else made
+
+    return change
+
+
 def of_the_batch(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """A batch norm that uses its input's statistics."""
     if "params" not in module.variables:
@@ -68,7 +92,7 @@ def of_the_batch(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
 def bert() -> list[Fault]:
     torch, flax = "encoder/layer/{}", "encoder/layer/{}"
     first, second = torch.format(0), flax.format(1)
-    theirs, weights = module_of("bert"), "encoder.layer.0.attention.self.query.weight"
+    theirs = module_of("bert")
     attention = inside(theirs, "dot_product_attention_weights", swapped)
     without = inside(theirs, "dot_product_attention_weights", unmasked)
     return [
@@ -79,7 +103,8 @@ def bert() -> list[Fault]:
         forward(
             "a square kernel not transposed",
             f"{first}/attention/self/query",
-            mapped(f"{weights} -> params/{first}/attention/self/query/kernel"),
+            at(f"{first}/attention/self/query", untransposed),
+            "unlike",
         ),
         forward(
             "positions off by one",
@@ -96,7 +121,6 @@ def bert() -> list[Fault]:
 def gpt2() -> list[Fault]:
     theirs = module_of("gpt2")
     first, second = "transformer/h/0", "transformer/h/1"
-    weights = "transformer.h.1.attn.c_proj.weight"
     attention = inside(theirs, "dot_product_attention_weights", swapped)
     causal = inside(theirs, "combine_masks", lambda right: lambda mask, causal: right(mask, mask))
     return [
@@ -109,7 +133,8 @@ def gpt2() -> list[Fault]:
         forward(
             "a square kernel not transposed",
             f"{second}/attn/c_proj",
-            mapped(f"{weights} -> params/{second}/attn/c_proj/kernel"),
+            at(f"{second}/attn/c_proj", untransposed),
+            "unlike",
         ),
         forward(
             "positions off by one",
@@ -126,7 +151,6 @@ def gpt2() -> list[Fault]:
 def vit() -> list[Fault]:
     theirs = module_of("vit")
     first, second = "encoder/layer/0", "encoder/layer/1"
-    weights = "encoder.layer.1.attention.output.dense.weight"
     return [
         forward("another epsilon", f"{first}/layernorm_after", at(f"{first}/layernorm_after", fields(epsilon=1e-5))),
         forward("the other GELU", f"{second}/intermediate", at(f"{second}/intermediate", fields(activation=jax.nn.gelu))),
@@ -138,7 +162,8 @@ def vit() -> list[Fault]:
         forward(
             "a square kernel not transposed",
             f"{second}/attention/output/dense",
-            mapped(f"{weights} -> params/{second}/attention/output/dense/kernel"),
+            at(f"{second}/attention/output/dense", untransposed),
+            "unlike",
         ),
         Fault(
             "height and width exchanged",
@@ -157,7 +182,6 @@ def vit() -> list[Fault]:
 def bart() -> list[Fault]:
     theirs = module_of("bart")
     encoder, decoder = "encoder/layers/1", "decoder/layers/0"
-    weights = "decoder.layers.0.encoder_attn.k_proj.weight"
     attention = inside(theirs, "dot_product_attention_weights", swapped)
     without = inside(theirs, "dot_product_attention_weights", unmasked)
     causal = inside(theirs, "combine_masks", lambda right: lambda mask, causal: right(mask, mask))
@@ -174,7 +198,8 @@ def bart() -> list[Fault]:
         forward(
             "a square kernel not transposed",
             f"{decoder}/encoder_attn/k_proj",
-            mapped(f"{weights} -> params/{decoder}/encoder_attn/k_proj/kernel"),
+            at(f"{decoder}/encoder_attn/k_proj", untransposed),
+            "unlike",
         ),
         Fault(
             "positions off by one",
@@ -222,7 +247,6 @@ def resnet() -> list[Fault]:
 def t5() -> list[Fault]:
     theirs = module_of("t5")
     encoder, decoder = "encoder/block/1/layer", "decoder/block/0/layer"
-    weights = "encoder.block.1.layer.0.SelfAttention.q.weight"
     attention = inside(theirs, "dot_product_attention_weights", swapped)
     causal = inside(theirs, "combine_masks", lambda right: lambda mask, causal: right(mask, mask))
 
@@ -241,7 +265,8 @@ def t5() -> list[Fault]:
         forward(
             "a square kernel not transposed",
             f"{encoder}/0/SelfAttention/q",
-            mapped(f"{weights} -> params/{encoder}/0/SelfAttention/q/kernel"),
+            at(f"{encoder}/0/SelfAttention/q", untransposed),
+            "unlike",
         ),
         forward("a layer left out", f"{decoder}/1", at(f"{decoder}/1", left_out)),
         forward("a norm left out", "decoder/final_layer_norm", at("decoder/final_layer_norm", plant.skipped)),
@@ -250,20 +275,100 @@ def t5() -> list[Fault]:
     ]
 
 
-def of_dense_layers(rows: Iterable[TensorRow]) -> list[Fault]:
-    """Four faults of dense layers of any pair, found in the rows of the right pair's gradients."""
-    weights = [(row.name, row.flax) for row in rows if row.kind == "gradient"]
-    names = [(name, path) for name, path in weights if path.endswith("/kernel") and name.endswith(".weight")]
-    paths = [
-        (name.removesuffix(".weight").replace(".", "/"), path.split("/", 1)[1].removesuffix("/kernel")) for name, path in names
-    ]
+class Weight(NamedTuple):
+    """A weight's name in PyTorch, its path in Flax, and its shape in PyTorch."""
+
+    name: str
+    path: str
+    shape: tuple[int, ...]
+
+    @property
+    def modules(self) -> tuple[str, str]:
+        """The paths of its module in PyTorch and in Flax."""
+        return self.name.rpartition(".")[0].replace(".", "/"), self.path.partition("/")[2].rpartition("/")[0]
+
+
+def of_dense_layers(weights: Iterable[Weight]) -> list[Fault]:
+    """Four faults of dense layers of any pair, and one of two dense layers of equal shapes in one module."""
+    kernels = [weight for weight in weights if weight.path.endswith("/kernel") and weight.name.endswith(".weight")]
+    paths = [weight.modules for weight in kernels]
+    if not paths:
+        return []
     first, second, third, fourth = (paths[len(paths) * part // 5] for part in (1, 2, 3, 4))
     return [
         forward("an output scaled", first[0], at(first[1], output(lambda x: x * 1.001))),
         forward("features rolled", second[0], at(second[1], output(lambda x: jnp.roll(x, 1, -1)))),
         backward("a sign flipped", third[0], at(third[1], FLIPPED)),
         backward("an input detached", fourth[0], at(fourth[1], detached)),
+        *exchanged(kernels),
+    ]
+
+
+def exchanged(kernels: Sequence[Weight]) -> list[Fault]:
+    """The weights of two dense layers exchanged, in the first module that has two of equal shapes."""
+    for one, other in itertools.combinations(kernels, 2):
+        torch, flax = zip(one.modules, other.modules, strict=True)
+        parents = [{path.rpartition("/")[0] for path in paths} for paths in (torch, flax)]
+        if one.shape == other.shape and len(one.shape) == 2 and [len(each) for each in parents] == [1, 1]:
+            first, second = (path.rpartition("/")[2] for path in flax)
+            planted = both(at(flax[0], with_weights_of(second)), at(flax[1], with_weights_of(first)))
+            return [Fault("weights exchanged", planted, FORWARD, torch, "crossed")]
+    return []
+
+
+def both(first: Plant, second: Plant) -> Plant:
+    return lambda case: second(first(case))
+
+
+def lora(weights: Iterable[Weight]) -> list[Fault]:
+    first, second = "layers/0/mixer", "layers/1/mixer"
+    return [
+        forward("an adapter not scaled", f"{second}/q_proj", at("layers_1/mixer/q_proj", fields(scale=1.0))),
+        forward("an adapter left out", f"{first}/v_proj", at("layers_0/mixer/v_proj", fields(scale=0.0))),
+        forward("a layer left out", second, at("layers_1/mixer", left_out)),
+        backward("a sign flipped", f"{first}/q_proj", at("layers_0/mixer/q_proj", FLIPPED)),
+        backward("an input detached", f"{second}/v_proj", at("layers_1/mixer/v_proj", detached)),
+    ]
+
+
+def experts(weights: Iterable[Weight]) -> list[Fault]:
+    """A fault inside the experts is between the layers that both models call: Flax's experts are one module, PyTorch's four."""
+    first, second = "layers/0/mixer", "layers/1/mixer"
+    ways = (at(f"layers_0/mixer/experts/{one}", with_weights_of(other)) for one, other in (("w1", "w3"), ("w3", "w1")))
+    return [
+        *of_dense_layers(weight for weight in weights if "experts" not in weight.name),
+        forward("one expert for each token", first, at("layers_0/mixer", fields(chosen=1))),
+        forward("shares not normalised", second, at("layers_1/mixer", fields(normalises=False))),
+        forward("experts scaled", first, at("layers_0/mixer/experts/w2", output(lambda x: x * 1.001))),
+        backward("a sign flipped in experts", second, at("layers_1/mixer/experts/w1", FLIPPED)),
+        forward("weights of experts exchanged", first, both(*ways), "crossed"),
+    ]
+
+
+def mamba(weights: Iterable[Weight]) -> list[Fault]:
+    first, second = "layers/0/mixer", "layers/1/mixer"
+    return [
+        *of_dense_layers(weights),
+        forward("the next tokens convolved", f"{first}/conv1d", at("layers_0/mixer/conv1d", fields(padding="SAME"))),
+        forward("steps by another function", second, at("layers_1/mixer", fields(positive=jnp.square))),
+        backward("a gradient doubled", f"{first}/conv1d", at("layers_0/mixer/conv1d", DOUBLED)),
+    ]
+
+
+def unet(weights: Iterable[Weight]) -> list[Fault]:
+    return [
+        *of_dense_layers(weights),
+        forward("another skip connection", "", at("", fields(skips=False))),
+        forward("other groups", "mid_block/norm2", at("mid_block/norm2", fields(num_groups=4))),
+        forward("padding as TensorFlow's", "downsample", at("downsample", fields(padding="SAME"))),
+        backward("an input detached", "mid_block", at("mid_block", detached)),
     ]
 
 
 FAULTS = {"bert": bert, "gpt2": gpt2, "vit": vit, "bart": bart, "resnet": resnet, "t5": t5}
+OF_OWN = {"lora": lora, "experts": experts, "mamba": mamba, "unet": unet}
+
+
+def faults_of(name: str, weights: Iterable[Weight]) -> list[Fault]:
+    """The faults that are planted in a pair with these weights."""
+    return FAULTS[name]() if name in FAULTS else OF_OWN.get(name, of_dense_layers)(weights)

@@ -1,4 +1,4 @@
-"""Pairs of models that nobody here wrote: transformers' Flax modules and its PyTorch modules, tiny, with random weights.
+"""Pairs of models: transformers' Flax modules and its PyTorch modules, tiny, with random weights, and those of `own`.
 
 Releases of transformers from 5 on have no Flax classes: `make test-pairs` runs 4.56.2 in its own environment.
 """
@@ -16,6 +16,8 @@ from unittest import mock
 import jax.numpy as jnp
 import numpy as np
 import torch
+
+from parity_tests.pairs import own
 
 Arrays = dict[str, np.ndarray]
 
@@ -268,6 +270,9 @@ PAIRS |= {
 }
 
 
+NAMES = (*PAIRS, *own.OWN)
+
+
 def has_flax_classes() -> bool:
     """Whether the installed release of transformers has Flax classes."""
     try:
@@ -284,6 +289,8 @@ def module_of(name: str) -> Any:
 
 def make(name: str) -> dict[str, Any]:
     """The arguments of `compare` for a pair."""
+    if name in own.OWN:
+        return own.make(name)
     import transformers
 
     pair = PAIRS[name]

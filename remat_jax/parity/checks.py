@@ -104,8 +104,8 @@ def _large(reference: Tensors, yardstick: Tensors, dtype: str) -> set[str]:
 
 
 def map_check(proposal: Proposal) -> Check:
-    """Check that the weight map is proven, and does not exchange equal names."""
-    wrong = proposal.problem or proposal.crossing_text or ""
+    """Check that the weight map is proven, and is not unusual."""
+    wrong = proposal.problem or proposal.fault_text or ""
     found = wrong or "found from names and shapes, and proved by running both models"
     return Check("weight map", not wrong, "; ".join((found, *proposal.notes)))
 

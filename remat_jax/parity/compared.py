@@ -10,7 +10,7 @@ import numpy as np
 
 from remat_jax.parity.align import Distance, distance, pairs, shown_norm
 from remat_jax.parity.capture import LOSS, ModuleCall, Trace
-from remat_jax.parity.match import MatchedModule
+from remat_jax.parity.match import MatchedModule, sort_of
 from remat_jax.parity.tolerances import TOLERANCES
 
 _TORCH_NAMES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "mean": "running_mean", "var": "running_var"}
@@ -86,14 +86,44 @@ class TensorPair:
 
 
 def modules(trace: Trace) -> list[MatchedModule]:
-    """The modules of a trace, each once, in the order of their first calls."""
+    """The modules of a trace, each once, in the order of their first calls.
+
+    The kind of a module without inner modules and weights is "norm" if it normalises, whatever the name of its class.
+    """
     callers = {trace.calls[call.parent].name for call in trace.calls if call.parent is not None}
     first = sorted((call for call in trace.calls if not call.number), key=lambda call: call.started)
     sizes = [call.outputs[0].size if call.outputs else None for call in first]
     return [
-        MatchedModule(call.path, call.kind, size, call.name not in callers, bool(call.gradients))
+        MatchedModule(
+            call.path, _kind(call, is_leaf=call.name not in callers), size, call.name not in callers, bool(call.gradients)
+        )
         for call, size in zip(first, sizes, strict=True)
     ]
+
+
+def _kind(call: ModuleCall, *, is_leaf: bool) -> str:
+    is_own = is_leaf and sort_of(call.kind) == "other" and not call.gradients
+    return "norm" if is_own and _normalises(call) else call.kind
+
+
+def _normalises(call: ModuleCall) -> bool:
+    """Whether the outputs of different positions have almost the same norm over the features, and the inputs have not."""
+    if len(call.inputs) != 1 or len(call.outputs) != 1 or call.inputs[0].shape != call.outputs[0].shape:
+        return False
+    x, y = call.inputs[0], call.outputs[0]
+    axes = {x.ndim - 1, 1} if x.ndim > 1 and x.dtype.kind == y.dtype.kind == "f" else set()  # PyTorch's images: axis 1
+    return any(_spread(y, axis) < _NORMALISED * _spread(x, axis) for axis in axes)
+
+
+_NORMALISED = 0.2
+"""`_normalises`: the largest ratio of the outputs' spread to the inputs'; an epsilon leaves some spread."""
+
+
+def _spread(x: np.ndarray, axis: int) -> float:
+    """The standard deviation of the norms over an axis, relative to their mean."""
+    with np.errstate(invalid="ignore"):  # infinite numbers
+        norms = np.linalg.norm(x, axis=axis)
+        return float(np.std(norms) / (np.mean(norms) or 1.0))
 
 
 def compared(

@@ -33,6 +33,7 @@ from remat_jax.parity.match import match, pairs_by_weights
 from remat_jax.parity.semantics import Difference
 from remat_jax.parity.tapped import TapVisit
 from remat_jax.parity.trees import is_floating
+from remat_jax.parity.trimming import trim
 from remat_jax.porting import as_numpy, as_rules, gradients_to_torch
 from remat_jax.porting.float64 import keep_float64
 from remat_jax.porting.links import links_of_places, tied_pairs
@@ -142,10 +143,11 @@ def first_divergences(
             shapes = {path: tuple(leaf.shape) for path, leaf in Variables(wide_variables).leaves.items()}
             called = {call.path for call in ours.calls}
             by_weights = pairs_by_weights(links_of_places(as_rules(rules), shapes), called)
+            trim(theirs, ours, by_weights)
         matched = match(modules(theirs), modules(ours), mapping, by_weights)
         calls = compared(theirs, ours, matched, None if rules is None else _under_torch_names(ours.gradients, rules))
         alone = _each_alone(step, theirs, ours, matched, calls) if single_step else ()
-    forward = first_forward(calls)
+        forward = _first_forward(step, theirs, matched, calls)
     unmatched_torch, unmatched_flax = _unmatched(theirs, matched), _unmatched(ours, matched.values())
     return Divergences(
         forward=forward and noted(forward, unmatched_torch, unmatched_flax),
@@ -235,6 +237,43 @@ def _refuse_other_outputs(torch: Trace, flax: Trace, *, probed: bool) -> None:
 def _unmatched(trace: Trace, matched: Iterable[str]) -> tuple[str, ...]:
     paths = set(matched)
     return tuple(dict.fromkeys(call.path for call in trace.calls if call.path not in paths))
+
+
+def _first_forward(step: TracedPass, theirs: Trace, matched: dict[str, str], calls: Sequence[TensorPair]) -> Divergence | None:
+    """`first_forward`, without the modules whose difference the code around them makes up for.
+
+    An embedding, for example, may be scaled inside the module in one model, and after it in the other.
+    """
+    excused = set[str]()
+    while True:
+        forward = first_forward([pair for pair in calls if pair.torch.name not in excused])
+        suspect = next((pair for pair in calls if forward and pair.torch.name == forward.torch_path), None)
+        if suspect is None or not _is_made_up_for(step, theirs, matched, calls, suspect):
+            return forward
+        excused.add(suspect.torch.name)
+
+
+def _is_made_up_for(
+    step: TracedPass, theirs: Trace, matched: dict[str, str], calls: Sequence[TensorPair], suspect: TensorPair
+) -> bool:
+    """Whether PyTorch's output in Flax's call would make inputs of later modules differ that agree without it."""
+    later = [
+        pair.torch.name
+        for pair in calls
+        if pair.torch.started > suspect.torch.started
+        and suspect not in pair.around
+        and pair.distances["input"]
+        and not pair.bad("input")
+    ]
+    if not suspect.bad("output") or not later:
+        return False
+    given = {
+        number: value
+        for number, value in _substitutes(step.visits, [suspect]).items()
+        if step.visits[number].label.role == "output" and step.visits[number].what == "value"
+    }
+    again = {pair.torch.name: pair for pair in compared(theirs, read(step, given), matched)}
+    return any(again[name].bad("input") for name in later if name in again)
 
 
 # Each module with PyTorch's inputs and cotangents.

@@ -29,7 +29,7 @@ _SHOWN, _SHOWN_ALONE = 60, 6
 """The largest number of printed rows: of tensors, and of unpaired residuals per mode. `to_dict` and the page have all rows."""
 
 _NAMED = 4
-"""The largest number of groups of exchanged names in the verdict."""
+"""The largest number of texts about an unusual map in the verdict."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,11 @@ class ParityReport:
         torch, flax: the names of the compared models.
         rules: the weight map, as text.
         weight_map: `given`; `proven`; `not proven` (no map makes the models agree, and `rules` is the map that names suggest);
-            or `crosses names` (the models agree only if equal names are exchanged, and `rules` is the map of equal names).
+            `crosses names` (the models agree only if equal names are exchanged, and `rules` is the map of equal names); or
+            `unlike siblings` (the models agree only if a weight is transformed unlike its siblings, such as a kernel that is
+            not transposed, and `rules` is the map without this exception).
         crossed: the groups of modules with exchanged names, such as "gate and up".
+        unlike: a text for each weight that is transformed unlike its siblings.
         modes, dtypes, optimizer: the arguments of the comparison.
 
     >>> from remat_jax.parity.report_data import Check, TensorRow
@@ -77,6 +80,7 @@ class ParityReport:
     kept_alone: tuple[KeptAlone, ...] = ()
     weight_map: str = "given"
     crossed: tuple[str, ...] = ()
+    unlike: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -110,9 +114,13 @@ class ParityReport:
 
     def _map_text(self) -> str:
         """What is wrong with the weight map; "" if nothing is."""
-        if self.weight_map == "crosses names":
-            groups = ", ".join(self.crossed[:_NAMED]) + (", …" if len(self.crossed) > _NAMED else "")
-            return f"the models agree only if equal names are exchanged ({groups}); under the map of equal names"
+        for unusual, texts, exception, usual in (
+            ("crosses names", self.crossed, "equal names are exchanged", "map of equal names"),
+            ("unlike siblings", self.unlike, "weights are transformed unlike their siblings", "map without this exception"),
+        ):
+            if self.weight_map == unusual:
+                shown = ", ".join(texts[:_NAMED]) + (", …" if len(texts) > _NAMED else "")
+                return f"the models agree only if {exception} ({shown}); under the {usual}"
         return "the weight map is not proven; under the map that names suggest" if self.weight_map == "not proven" else ""
 
     def to_dict(self) -> dict[str, Any]:

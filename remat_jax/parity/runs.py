@@ -132,6 +132,7 @@ class Comparison:
             optimizer=self.case.optimizer.name if self.case.optimizer else None,
             weight_map="given" if self.proposal is None else self.proposal.state,
             crossed=tuple(map(" and ".join, self.proposal.crossed)) if self.proposal else (),
+            unlike=self.proposal.unlike if self.proposal else (),
             divergences=divergences,
             hidden=self.hidden,
             differences=tuple({**asdict(each), "torch": str(each.torch), "flax": str(each.flax)} for each in self.settings),

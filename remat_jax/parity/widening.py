@@ -48,7 +48,7 @@ def widening(case: Case, structure: Callable[[str], tuple[Any, Any]], *, torch_n
         text = "the Flax model runs on float64 inputs only with keep_float64=True, which is on"
         return Widening(True, [Check("Flax stays in float64", True, text)])
     with keep_jax_float64():
-        has_tables = not casts and has_narrow_tables(step.jaxpr, _traced(case, structure).jaxpr)
+        has_tables = not casts and has_narrow_tables(step.jaxpr, lambda: _traced(case, structure).jaxpr)
     hard_coded = all("float64 to float32" in cast for cast in casts) and (torch_narrows or not _is_mixed(step, casts))
     if not (casts or has_tables) or not hard_coded:
         return Widening(False, [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,16 +37,18 @@ def draws_random_numbers(jaxpr: Any) -> bool:
 _RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 
 
-def has_narrow_tables(jaxpr: Any, wide: Any) -> bool:
+def has_narrow_tables(jaxpr: Any, wide: Callable[[], Any]) -> bool:
     """Whether a result of a closed jaxpr in float64 depends on an array that was rounded to a narrower dtype when it was made.
 
-    Such an array is computed inside in a narrower dtype, or it is a constant, such as a rotary table. `wide` is the jaxpr of
-    the same function in `keep_jax_float64`, whose constants are not rounded.
+    Such an array is computed inside in a narrower dtype, or it is a constant, such as a rotary table. `wide()` is the jaxpr of
+    the same function in `keep_jax_float64`, whose constants are not rounded; it is traced only if there are constants.
     """
     computed = (eqn for eqn in equations(compat.dce(jaxpr, keep_inputs=False)) if eqn.primitive.name in _ARITHMETIC)
     if any(_is_narrow(var.aval) and var.aval.shape for eqn in computed for var in eqn.outvars):
         return True
-    tables = _constants(jaxpr), _constants(wide)
+    if not (rounded := _constants(jaxpr)):
+        return False
+    tables = rounded, _constants(wide())
     if [x.shape for x in tables[0]] != [x.shape for x in tables[1]]:
         return False
     return any(not np.array_equal(x, other, equal_nan=True) for x, other in zip(*tables, strict=True))

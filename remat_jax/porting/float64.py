@@ -12,6 +12,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core import Scope
 from jax.extend.core import Primitive
 
 from remat_jax import compat
@@ -154,7 +155,7 @@ def keep_jax_float64() -> Iterator[None]:
 
     def wide(primitive: Any, *args: Any, **params: Any) -> Any:
         is_widening = primitive.name == "convert_element_type" and params["new_dtype"] == _FLOAT64
-        if primitive.name not in _CALLS and not is_widening:
+        if primitive.name not in _CALLS and not is_widening and jax.config.jax_enable_x64:
             params |= {name: _FLOAT64 for name in _DTYPE_PARAMETERS & params.keys() if _is_narrow(params[name])}
             widen = functools.partial(jax.lax.convert_element_type, new_dtype=_FLOAT64)
             args = tuple(widen(x) if _is_narrow(getattr(x, "dtype", None)) else x for x in args)
@@ -195,6 +196,31 @@ def in_any_width(init: Callable[[], Any]) -> Any:
                 return init()
         except RematError:
             raise error from error.__cause__
+
+
+@contextmanager
+def initialisers_in_any_width() -> Iterator[None]:
+    """Run an initialiser of a Linen module without 64-bit types if it fails with them.
+
+    Flax runs the initialiser at every use of a parameter, to compare shapes.
+    """
+    param = Scope.param
+
+    def widened(scope: Scope, name: str, init: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def in_any_types(*inner_args: Any, **inner_kwargs: Any) -> Any:
+            try:
+                return init(*inner_args, **inner_kwargs)
+            except Exception as error:
+                try:
+                    with jax.enable_x64(False):
+                        return init(*inner_args, **inner_kwargs)
+                except Exception:
+                    raise error from None
+
+        return param(scope, name, in_any_types, *args, **kwargs)
+
+    with mock.patch.object(Scope, "param", widened):
+        yield
 
 
 def _is_narrow(dtype: Any) -> bool:

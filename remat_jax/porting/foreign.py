@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from remat_jax.porting.float64 import initialisers_in_any_width
+
 
 class ForeignModel(nn.Module):
     """A model of another library; `rebuilt()` returns it with the Linen module's parameters as its weights."""
@@ -91,10 +93,16 @@ def name_of(module: Any) -> str:
 
 
 def on_the_model(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call` as a function of a model, in which a `ForeignModel` is replaced by the model itself."""
+    """`call` as a function of a model, in which a `ForeignModel` is replaced by the model itself.
+
+    Initialisers of Linen modules may fail under 64-bit types.
+    """
 
     @functools.wraps(call)
     def on_model(model: Any, *args: Any, **kwargs: Any) -> Any:
-        return model(*args, run=call, **kwargs) if isinstance(model, ForeignModel) else call(model, *args, **kwargs)
+        if isinstance(model, ForeignModel):
+            return model(*args, run=call, **kwargs)
+        with initialisers_in_any_width():
+            return call(model, *args, **kwargs)
 
     return on_model

@@ -11,12 +11,13 @@ from remat_jax.porting.auto.interrogate import MapCandidate, Space
 from remat_jax.porting.auto.pair import ModelPair
 from remat_jax.porting.auto.recipes import by_names, likeness, table, tokens
 from remat_jax.porting.auto.units import (
+    FUSED_CELL,
     FlaxUnit,
     TorchUnit,
     attentions,
     buffer_units,
     flax_units,
-    stack_candidates,
+    stackings,
     torch_parts,
 )
 from remat_jax.porting.links import links_of_places, links_of_tensors
@@ -58,9 +59,9 @@ class _Parts:
 
     def groupings(self) -> Iterator[list[FlaxUnit]]:
         """The ways to group Flax's arrays into units."""
-        for stack in ("", *stack_candidates(self.shapes)):
-            for together in _together(self.units, attentions(self.shapes, stack)):
-                yield flax_units(self.shapes, stack=stack, together=together)
+        for stacks in stackings(self.shapes, self.units):
+            for together in _together(self.units, attentions(self.shapes, stacks)):
+                yield flax_units(self.shapes, stacks=stacks, together=together)
 
 
 def _exactly(pair: ModelPair, rules: Rules) -> Fit | None:
@@ -110,6 +111,8 @@ def _with_leftovers(pair: ModelPair, rules: Rules, frozen: Sequence[str]) -> Fit
         sizes = [pair.initial[name].shape for name in tensors if name not in parts.buffers]
         sizes += [parts.shapes[path] for path in arrays]
         fits.append((sum(int(np.prod(shape)) for shape in sizes), (space, start)))
+        if not fits[-1][0]:
+            break
     _, (space, start) = min(fits, key=lambda entry: entry[0])
     tables = set(space.left_over(start)[0]) & set(frozen)
     pair.write((pair.written | {unit.name for unit in space.torch if unit.kind == "Buffer"}) - tables)
@@ -141,6 +144,8 @@ def _refuse_misfits(units: Sequence[TorchUnit], space: Space, start: MapCandidat
     theirs = [f"{unit.name or 'the model'} ({unit.kind}): {_shapes(unit.tensors)}" for unit in torch]
     ours = [f"{unit.name or 'the model'}: {_shapes([(str(place), shape) for _, place, shape in unit.arrays])}" for unit in flax]
     alike = [(unit, other) for unit in torch for other in flax if tokens(unit.name) == tokens(other.name)]
+    gru = [unit.name or "the model" for unit in torch if unit.kind == "GRU" and len(unit.tensors) == 4]
+    notes = [_NNX_GRU.format(name=name) for name in gru if any(unit.children == FUSED_CELL for unit in flax)]
     names = [f"  {unit.name or 'the model'} and {other.name or 'the model'} have equal names" for unit, other in alike]
     lines = [
         f"no map fits the shapes: PyTorch has {len(units)} modules with weights, Flax {len(space.flax)}, and both have modules "
@@ -150,7 +155,13 @@ def _refuse_misfits(units: Sequence[TorchUnit], space: Space, start: MapCandidat
         "  Flax modules that nothing fits:",
         *(f"    {text}" for text in ours or ["none"]),
     ]
-    raise PortingError("\n".join([*lines, *names]))
+    raise PortingError("\n".join([*lines, *names, *notes]))
+
+
+_NNX_GRU = (
+    "  {name}: in PyTorch, the hidden part of a GRU's third gate has a bias; nnx.GRUCell has no such bias, so it cannot "
+    "compute the same function. Use a cell with this bias, such as Linen's GRUCell"
+)
 
 
 def _shapes(arrays: Sequence[tuple[str, Shape]]) -> str:

@@ -200,7 +200,7 @@ class ModelPair:
         if needs_widening or down_casts(traced):
             return True
         with keep_jax_float64():
-            return has_narrow_tables(traced, self._traced())
+            return has_narrow_tables(traced, self._traced)
 
     def unread(self) -> tuple[set[str], set[str]]:
         """The PyTorch tensors that have no gradient, and the Flax arrays that no output depends on."""

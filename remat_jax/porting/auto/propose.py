@@ -11,11 +11,11 @@ import jax
 
 from remat_jax.errors import PortingError
 from remat_jax.porting.auto.compress import compress
-from remat_jax.porting.auto.crossing import crossings
+from remat_jax.porting.auto.crossing import crossings, like_siblings
 from remat_jax.porting.auto.fitting import fitting
 from remat_jax.porting.auto.interrogate import MapCandidate, Space, identify, other_answers, unexercised
 from remat_jax.porting.auto.pair import FLOAT32_ERROR, LIMIT, ModelPair
-from remat_jax.porting.auto.recipes import likeness, tokens
+from remat_jax.porting.auto.recipes import by_names, likeness, tokens
 from remat_jax.porting.float64 import FLOAT32_REMEDY, keep_jax_float64
 from remat_jax.porting.rules import Rules, as_rules
 from remat_jax.warning import warn
@@ -39,7 +39,8 @@ def propose(
     gradients of all parameters agree to 1e-9 on `inputs`; with any other map, such as one that exchanges two equal modules or
     transposes a square kernel, they do not. If the outputs do not depend on a weight, its name, shape and kind must allow only
     one rule; the weight is then mapped by this rule, and a `RematWarning` names it. A `RematWarning` also names tensors and
-    arrays that only one model has, if no output depends on them, and equal names that the map exchanges.
+    arrays that only one model has, if no output depends on them, equal names that the map exchanges, and a weight that the map
+    transforms unlike its siblings.
 
     `inputs` are arrays for both models: a tuple of positional arguments, or a dictionary of keywords. `torch_call` and
     `flax_call` replace `model(*inputs)` by `call(model, *inputs)`, for instance if only one model takes channels last.
@@ -75,7 +76,7 @@ def propose(
     if proposal.problem:
         raise PortingError(proposal.problem)
     warn(proposal.notes)
-    warn(proposal.crossing_text)
+    warn(proposal.fault_text)
     return proposal.proven or proposal.rules
 
 
@@ -89,13 +90,16 @@ _USUAL = ("Linear", "Embedding", "LayerNorm", "Conv1d", "Conv2d", "Conv3d")
 class Proposal:
     """The result of `search`.
 
+    A proven map is unusual if it exchanges equal names, or transforms a weight unlike its siblings.
+
     Attributes:
-        rules: the proven map. If no map is proven, or the proven map exchanges equal names: the map that names suggest.
+        rules: the proven map. If no map is proven: the map that names suggest. If the proven map is unusual: the usual map.
         problem: why no map is proven; "" if a map is proven.
-        proven: the proven map, if it exchanges equal names; else None.
+        proven: the proven map, if it is unusual; else None.
         crossed: the groups of PyTorch modules whose equal names in Flax `proven` exchanges.
-        lines: the rules that exchange equal names, if `crossed` is not empty.
-        error, where: the relative error of the outputs under `rules`, and the output that has it, if `crossed` is not empty.
+        unlike: a text for each weight that `proven` transforms unlike its siblings.
+        lines: the rules of `proven` that are unusual.
+        error, where: the relative error of the outputs under the usual map, and the output that has it.
         notes: sentences about weights that are mapped without proof, and about tensors and arrays of only one model.
     """
 
@@ -103,6 +107,7 @@ class Proposal:
     problem: str = ""
     proven: Rules | None = None
     crossed: tuple[tuple[str, ...], ...] = ()
+    unlike: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
     error: float = 0.0
     where: str = ""
@@ -110,21 +115,29 @@ class Proposal:
 
     @property
     def state(self) -> str:
-        """The state of `rules`: "proven", "not proven", or "crosses names" if the proven map exchanges equal names."""
-        return "not proven" if self.problem else "crosses names" if self.crossed else "proven"
+        """The state of `rules`, as in `ParityReport.weight_map`."""
+        if self.problem:
+            return "not proven"
+        return "crosses names" if self.crossed else "unlike siblings" if self.unlike else "proven"
 
     @property
-    def crossing_text(self) -> str | None:
-        """The sentence about exchanged names; None if there are none."""
-        if not self.crossed:
+    def fault_text(self) -> str | None:
+        """The sentence about an unusual map, which is probably a fault of the port; None if the map is usual."""
+        if self.proven is None:
             return None
-        groups = "; ".join(" and ".join(group) for group in self.crossed[:4])
-        more = f"; and {len(self.crossed) - 4} more" if len(self.crossed) > 4 else ""
+        groups = [" and ".join(group) for group in self.crossed]
+        parts = [f"equal names are exchanged ({_several(groups)})"] if groups else []
+        parts += [f"weights are transformed unlike their siblings ({_several(self.unlike)})"] if self.unlike else []
+        usual = "map of equal names" if groups else "map without this exception"
         return (
-            f"the models agree only if equal names are exchanged ({groups}{more}), probably a fault of the port: under the map "
-            f"of equal names, {self.where} differs by {self.error:.1e}. If the exchange is intended, give rules that make it, "
-            "and 'auto' for the rest:\n" + "\n".join(f"  {line}" for line in self.lines)
+            f"the models agree only if {', and '.join(parts)}, probably a fault of the port: under the {usual}, {self.where} "
+            f"differs by {self.error:.1e}. If the port intends this, give these rules, and 'auto' for the rest:\n"
+            + "\n".join(f"  {line}" for line in self.lines)
         )
+
+
+def _several(texts: Sequence[str]) -> str:
+    return "; ".join(texts[:4]) + (f"; and {len(texts) - 4} more" if len(texts) > 4 else "")
 
 
 def search(
@@ -157,6 +170,12 @@ def _searched(pair: ModelPair, given: Rules) -> Proposal:
     if not pair.disagreement(space.rules(named), pair.generic(0))[0] <= LIMIT:
         pair.tell("looking for the weight map that makes the models agree")
         answer, problem = identify(pair, space, named)
+        other = _usual(space) if problem else None  # names may mislead if their numbers do not mean the same
+        if other and other.places != named.places:
+            again, other_problem = identify(pair, space, other)
+            answer, problem = (answer, problem) if other_problem else (again, "")
+            errors = [pair.disagreement(space.rules(each), pair.generic(0), gradients=False)[0] for each in (named, other)]
+            named = other if errors[1] < _MUCH_LESS * errors[0] else named
         problem = problem or _without_proof(pair, space, answer)
         if problem:
             best = answer if answer.places == named.places or not _names_decide(space, named) else named
@@ -165,13 +184,28 @@ def _searched(pair: ModelPair, given: Rules) -> Proposal:
     _require_forced(space, answer, unused)
     answer = _only_one(pair, space, answer, unused)
     notes = _notes(space, answer, unused)
-    if crossed := crossings(space, answer, named):
-        error, where = pair.disagreement(space.rules(named), pair.generic(0), gradients=False)
-        exchanged = [unit for unit, place in enumerate(answer.places) if place != named.places[unit]]
-        lines, proven = [str(rule) for unit in exchanged for rule in space.way(answer, unit)], short(answer)
+    crossed = crossings(space, answer, named)
+    alike, unlike = like_siblings(space, answer)
+    usual = named if crossed else alike
+    if crossed or unlike:
+        error, where = pair.disagreement(space.rules(usual), pair.generic(0), gradients=False)
+        ways = [(space.way(answer, unit), space.way(usual, unit)) for unit in range(len(space.torch))]
+        lines, proven = [str(rule) for way, other in ways for rule in way if rule not in other], short(answer)
         lines = lines if len(lines) <= _MOST_LINES else str(proven).splitlines()
-        return Proposal(short(named), "", proven, tuple(crossed), tuple(lines), error, where, notes)
+        return Proposal(short(usual), "", proven, tuple(crossed), tuple(unlike), tuple(lines), error, where, notes)
     return Proposal(short(answer), notes=notes)
+
+
+_MUCH_LESS = 0.5
+"""The ratio of two errors below which the map of the smaller error is compared, not the map that names suggest."""
+
+
+def _usual(space: Space) -> MapCandidate | None:
+    """The map with as many usual transforms as possible; names decide the rest."""
+    places = by_names(space.torch, space.flax, space.table, usual_first=True)
+    if None in places:
+        return None
+    return space.usual(MapCandidate(tuple(places), (0,) * len(places)))  # type: ignore[arg-type]
 
 
 def _without_proof(pair: ModelPair, space: Space, candidate: MapCandidate) -> str:

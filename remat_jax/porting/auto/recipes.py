@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections import Counter
@@ -51,6 +52,7 @@ def table(torch: Sequence[TorchUnit], flax: Sequence[FlaxUnit], *, partial: bool
     return [[_ways(torch_unit, flax_unit, partial) for flax_unit in flax] for torch_unit in torch]
 
 
+@functools.lru_cache(maxsize=65536)  # different groupings of Flax's arrays share most units
 def _ways(torch: TorchUnit, flax: FlaxUnit, partial: bool) -> list[Way]:
     if flax.children:
         return _cell(torch, flax) if torch.kind in RECURRENT else _fused(torch, flax)
@@ -86,9 +88,24 @@ def _texts(kind: str, local: str, shape: Shape) -> Sequence[str]:
     return ("identity", *_MATRIX, "1 t d -> t d", "t d -> 1 t d", "1 1 d -> d", "d -> 1 1 d") if len(shape) > 1 else _VECTOR
 
 
-def _fits(text: str, before: list[Shape], after: list[Shape]) -> bool:
+def _is_usual(torch: TorchUnit, way: Way) -> bool:
+    usual = {torch.full(local): next(iter(_texts(torch.kind, local, shape))) for local, shape in torch.tensors}
+    return all(
+        len(rule.flax) > 1
+        or str(rule.transform) == usual[rule.torch[0].text]
+        or rule.flax[0].path.text.endswith("/weight")  # Equinox keeps PyTorch's layout
+        for rule in way
+    )
+
+
+def _fits(text: str, before: Sequence[Shape], after: Sequence[Shape]) -> bool:
+    return _fits_shapes(text, tuple(before), tuple(after))
+
+
+@functools.lru_cache(maxsize=65536)  # a large model has many modules, but few shapes
+def _fits_shapes(text: str, before: tuple[Shape, ...], after: tuple[Shape, ...]) -> bool:
     try:
-        return Transform.parse(text).before(after, len(before)) == before
+        return Transform.parse(text).before(list(after), len(before)) == list(before)
     except PortingError:
         return False
 
@@ -155,11 +172,17 @@ _NOTHING = {"proj", "dense", "linear", "weight", "kernel", "model", "module", "b
 
 
 def by_names(
-    torch: Sequence[TorchUnit], flax: Sequence[FlaxUnit], ways: Table, aside: tuple[set[int], set[int]] = (set(), set())
+    torch: Sequence[TorchUnit],
+    flax: Sequence[FlaxUnit],
+    ways: Table,
+    aside: tuple[set[int], set[int]] = (set(), set()),
+    *,
+    usual_first: bool = False,
 ) -> list[int | None]:
     """For every PyTorch unit, the index of a similarly named Flax unit, each used once; None if no unit is left that fits.
 
-    `aside`: the units of PyTorch and of Flax on which no output depends; they are paired with each other, or left over.
+    `aside`: the units of PyTorch and of Flax on which no output depends; they are paired with each other, or left over. If
+    `usual_first`, a unit whose weights fit in the usual way for its kind comes before a unit of a more similar name.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -170,6 +193,8 @@ def by_names(
             # If names do not decide, prefer the order of definition.
             cost[i, j] = -likeness(torch[i].name, flax[j].name) + 1e-3 * abs(i - order[j]) / len(torch)
             cost[i, j] += 0 if (i in aside[0]) is (j in aside[1]) else _UNREAD
+            unusual = _AVOIDED if usual_first else _UNUSUAL
+            cost[i, j] += 0 if _is_usual(torch[i], ways[i][j][0]) else unusual
             cost[i, j] += 0 if len(torch[i].tensors) == sum(len(rule.torch) for rule in ways[i][j][0]) else _PARTIAL
     rows, columns = linear_sum_assignment(cost)
     pairs = {int(row): int(column) for row, column in zip(rows, columns, strict=True) if cost[row, column] < _NEVER}
@@ -180,6 +205,8 @@ _NEVER = 1e6
 """The cost of two units that do not fit."""
 _UNREAD = 10.0
 """The additional cost of two units if the outputs depend on only one of them."""
+_UNUSUAL, _AVOIDED = 1.5, 10.0
+"""The additional costs of two units whose weights fit only in an unusual way, such as a dense layer's without a transpose."""
 _PARTIAL = 1.0
 """The additional cost of two units if only a part of their arrays fits."""
 
@@ -195,9 +222,13 @@ def likeness(torch: str, flax: str) -> float:
     shared = sum(min(words.count(word), others.count(word)) for word in set(words))
     score = 2 * shared / (len(words) + len(others)) if words and others else 0.0
     last = 1.0 if words and others and words[-1] == others[-1] else 0.0
-    return score + last + (2.0 if numbers and numbers == other_numbers else 0.0)
+    if numbers == other_numbers:
+        return score + last + (2.0 if numbers else 0.0)
+    equal = sum(one == other for one, other in zip(numbers, other_numbers, strict=False))
+    return score + last + equal / max(len(numbers), len(other_numbers))
 
 
+@functools.lru_cache(maxsize=65536)
 def _words(name: str) -> tuple[list[str], list[str]]:
     pieces = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", name)
     words = [_WORD_OF.get(piece.lower(), piece.lower()) for piece in pieces if not piece.isdecimal()]

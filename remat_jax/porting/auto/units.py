@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ from remat_jax.porting.tensors import memory_of
 # bare parameter.
 _OF_A_MODULE = {"kernel", "bias", "scale", "embedding", "weight", "mean", "var", "w", "b", "offset", "embeddings"}
 _TOGETHER = (("query", "key", "value"), ("q", "k", "v"), ("q_proj", "k_proj", "v_proj"), ("wq", "wk", "wv"))
+FUSED_CELL = ("dense_i", "dense_h")
 # The names of the layers of an LSTM in Linen and in NNX, of a GRU, of cells whose gates are fused, and of a cell without gates.
 _CELLS = (
     ("ii", "if", "ig", "io", "hi", "hf", "hg", "ho"),
     ("ii", "if_", "ig", "io", "hi", "hf", "hg", "ho"),
     ("ir", "iz", "in", "hr", "hz", "hn"),
-    ("dense_i", "dense_h"),
+    FUSED_CELL,
     ("i", "h"),
 )
 RECURRENT = ("LSTM", "GRU", "RNN")
@@ -101,13 +103,13 @@ def _divided(prefix: str, kind: str, tensors: Mapping[str, Shape]) -> Iterator[T
             yield TorchUnit(_dotted(prefix, local), "Parameter", (("", shape),))
 
 
-def flax_units(shapes: Mapping[str, Shape], *, stack: str = "", together: Collection[str] = ()) -> list[FlaxUnit]:
+def flax_units(shapes: Mapping[str, Shape], *, stacks: Collection[str] = (), together: Collection[str] = ()) -> list[FlaxUnit]:
     """The units of a Flax model whose arrays have the `shapes` (path → shape).
 
-    A module below the path `stack` holds stacked layers and gives one unit per layer. In each attention named in `together`,
-    query, key and value form one unit. The layers of a recurrent cell also form one unit.
+    A module at or below a path in `stacks` holds stacked layers and gives one unit per layer. In each attention named in
+    `together`, query, key and value form one unit. The layers of a recurrent cell also form one unit.
     """
-    modules = _modules(shapes, stack)
+    modules = _modules(shapes, stacks)
     units: list[FlaxUnit] = []
     used: set[str] = set()
 
@@ -126,26 +128,35 @@ def flax_units(shapes: Mapping[str, Shape], *, stack: str = "", together: Collec
     return units
 
 
-def attentions(shapes: Mapping[str, Shape], stack: str) -> list[str]:
+def attentions(shapes: Mapping[str, Shape], stacks: Collection[str]) -> list[str]:
     """The paths of the modules that contain a query, a key and a value."""
-    modules = _modules(shapes, stack)
+    modules = _modules(shapes, stacks)
     parents = {name.rpartition("/")[0] for name in modules}
     return sorted(p for p in parents if any(all(_path(p, child) in modules for child in group) for group in _TOGETHER))
 
 
-def _modules(shapes: Mapping[str, Shape], stack: str) -> dict[str, dict[str, tuple[Place, Shape]]]:
+def _modules(shapes: Mapping[str, Shape], stacks: Collection[str]) -> dict[str, dict[str, tuple[Place, Shape]]]:
     modules: dict[str, dict[str, tuple[Place, Shape]]] = {}
     for path, shape in shapes.items():
-        rest = path.partition("/")[2]
-        module, _, leaf = rest.rpartition("/")
-        name, local = (module, leaf) if leaf in _OF_A_MODULE else (rest, "")
-        below = stack and f"/{module}/".startswith(f"/{stack}/")
-        for layer in range(shape[0]) if below else [None]:
-            index = () if layer is None else (layer,)
-            numbered = name if layer is None else name.replace(stack, f"{stack}_{layer}", 1)
+        name, local = _owner(path)
+        parts = name.split("/")
+        numbered = [depth for depth in range(len(parts)) if "/".join(parts[: depth + 1]) in stacks]
+        for index in itertools.product(*map(range, shape[: len(numbered)])):
+            numbers = dict(zip(numbered, index, strict=True))
+            named = [f"{part}_{numbers[depth]}" if depth in numbers else part for depth, part in enumerate(parts)]
+            if not local and len(parts) - 1 in numbers:  # the name of an array may end with a number of its own
+                named[-1] = f"{numbers[len(parts) - 1]}/{parts[-1]}"
+            layer = "/".join(named)
             place = Place(path, index)
-            modules.setdefault(numbered, {})[local] = (place, place.shape(shape))
+            modules.setdefault(layer, {})[local] = (place, place.shape(shape))
     return modules
+
+
+def _owner(path: str) -> tuple[str, str]:
+    """The name of the unit of an array, and the array's local name."""
+    rest = path.partition("/")[2]
+    module, _, leaf = rest.rpartition("/")
+    return (module, leaf) if leaf in _OF_A_MODULE else (rest, "")
 
 
 def _dotted(*names: str) -> str:
@@ -156,15 +167,58 @@ def _path(*names: str) -> str:
     return "/".join(filter(None, names))
 
 
-def stack_candidates(shapes: Mapping[str, Shape]) -> list[str]:
-    """The paths of modules whose arrays have equal leading sizes, as stacked layers do; outermost first."""
-    by_module: dict[str, list[Shape]] = {}
+def stackings(shapes: Mapping[str, Shape], units: Sequence[TorchUnit]) -> Iterator[frozenset[str]]:
+    """The paths of modules and arrays that may hold stacked layers, in several ways; the first way is no stack.
+
+    The arrays of a stack have equal leading sizes. Paths that differ only in numbers are stacks together, such as each layer's
+    experts. If PyTorch has lists of these lengths, different stacks are tried together, and stacks in stacks.
+    """
+    families, lengths = _families(shapes), _lengths(units)
+    together = [_outermost(families, {length}) for length in sorted(lengths)] + [_outermost(families, lengths)]
+    ways = [frozenset[str](), *(family for family, _ in families), *together]
+    for first in dict.fromkeys((*together, *(family for family, size in families if size in lengths))):
+        rest = {path: shape[1:] for path, shape in shapes.items() if any(_is_below(_owner(path)[0], each) for each in first)}
+        inner = [(family - first, size) for family, size in _families(rest) if size in lengths]
+        ways += [first | second for second in (*(family for family, _ in inner), *(_outermost(inner, {n}) for n in lengths))]
+    yield from dict.fromkeys(ways)
+
+
+def _outermost(families: Sequence[tuple[frozenset[str], int]], sizes: Collection[int]) -> frozenset[str]:
+    """The paths of all families of these sizes, without paths below others."""
+    outer = frozenset[str]()
+    for family, size in families:
+        outer |= {path for path in family if size in sizes and not any(_is_below(path, other) for other in outer)}
+    return outer
+
+
+def _lengths(units: Sequence[TorchUnit]) -> set[int]:
+    """The lengths of PyTorch's lists of modules."""
+    children: dict[str, set[str]] = {}
+    for unit in units:
+        parts = unit.name.split(".")
+        for depth, part in enumerate(parts):
+            if part.isdecimal():
+                children.setdefault(".".join(parts[:depth]), set()).add(part)
+    return {len(numbers) for numbers in children.values()}
+
+
+def _families(shapes: Mapping[str, Shape]) -> list[tuple[frozenset[str], int]]:
+    """The sets of paths whose arrays have equal leading sizes, with this size; the outermost paths come first."""
+    sizes: dict[str, list[int]] = {}
     for path, shape in shapes.items():
-        parts = path.split("/")[1:-1]
+        parts = _owner(path)[0].split("/")
         for depth in range(1, len(parts) + 1):
-            by_module.setdefault("/".join(parts[:depth]), []).append(shape)
-    same = [name for name, each in by_module.items() if all(each) and len({shape[0] for shape in each}) == 1]
-    return sorted(same, key=lambda name: (name.count("/"), -len(by_module[name])))
+            sizes.setdefault("/".join(parts[:depth]), []).append(shape[0] if shape else 0)
+    families: dict[tuple[str, int], set[str]] = {}
+    for name, leading in sizes.items():
+        if len(set(leading)) == 1 and leading[0]:
+            families.setdefault((re.sub(r"\d+", "#", name), leading[0]), set()).add(name)
+    order = sorted(families, key=lambda family: (family[0].count("/"), -sum(len(sizes[name]) for name in families[family])))
+    return [(frozenset(families[family]), family[1]) for family in order]
+
+
+def _is_below(path: str, other: str) -> bool:
+    return path == other or path.startswith(f"{other}/")
 
 
 def natural(name: str) -> list[tuple[str, int]]:
