@@ -74,7 +74,7 @@ def with_weights_of(sibling: str) -> Any:
         if other is None:  # during `init`
             return made
         made += args[0] @ (other["kernel"] - own["kernel"])
-        return made + other["bias"] - own["bias"] if "bias" in own else made
+        return made + other["bias"] - own["bias"] if "bias" in own and "bias" in other else made
 
     return change
 
