@@ -48,6 +48,7 @@ from remat_jax.compat.jits import is_jax_jit as is_jax_jit
 from remat_jax.compat.jits import jit_of as jit_of
 from remat_jax.compat.jits import jitted_like as jitted_like
 from remat_jax.compat.jits import without_compiler_options as without_compiler_options
+from remat_jax.compat.own_region import bind_region as bind_region
 from remat_jax.compat.policy_objects import OFFLOAD as OFFLOAD
 from remat_jax.compat.policy_objects import Selects as Selects
 from remat_jax.compat.policy_objects import names_in as names_in

@@ -161,7 +161,7 @@ def _bind_or_evaluate(bind: Callable[..., Any]) -> Callable[..., list[Any]]:
                 return instead(closed(jaxpr), args)
         if not differentiated and not is_chunk_policy(params.get("policy")) and _give_way(closed(jaxpr)):
             return list(jaxpr_function(closed(jaxpr))(*args))
-        with _effects_explained(jaxpr):
+        with effects_explained(jaxpr):
             return list(bind(*args, jaxpr=jaxpr, differentiated=differentiated, **params))
 
     return bind_or_evaluate
@@ -200,7 +200,7 @@ def install_hooks() -> None:
 
 
 @contextlib.contextmanager
-def _effects_explained(jaxpr: Any) -> Iterator[None]:
+def effects_explained(jaxpr: Any) -> Iterator[None]:
     """Inside this context JAX's error about an effect in a checkpoint region with the body `jaxpr` says the remedy."""
     try:
         yield

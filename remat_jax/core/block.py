@@ -48,6 +48,9 @@ from remat_jax.policy import Candidate, JaxPolicy, Policy
 
 Function = Callable[..., list[Any]]
 
+_OWN_REGION = False
+"""Whether a block's checkpoint is a primitive of this package (`compat.own_region`) instead of JAX's `jax.checkpoint`."""
+
 
 @dataclass(frozen=True)
 class BlockUnderPolicy:
@@ -186,13 +189,13 @@ class BlockUnderPolicy:
                 return outputs, [zero_tangent(out) for out in outputs]
             directions = [transposed_once(tangents[index]) if once else tangents[index] for index in live]
             linearised, policy = self._linearised_under_policy(primals[:size], directions, live, staying())
+            operands = [*primals, *directions]
             if rows:
-                # Rows must be read inside the checkpoint, or they would become residuals. `_reading` returns a Python function,
-                # so `jax.checkpoint` has to trace it. Without rows, `linearised` is bound as the region's body without a trace.
-                reading = _reading(compat.jaxpr_function(linearised), size, rows)
-                results = _checkpoint(reading, policy, prevent_cse)(*primals, *directions)
-            else:
-                results = compat.bind_checkpoint(linearised, [*primals, *directions], policy=policy, prevent_cse=prevent_cse)
+                # Rows must be read inside the checkpoint, or they would become residuals.
+                with compat.established_forms():
+                    linearised = jax.make_jaxpr(_reading(compat.jaxpr_function(linearised), size, rows))(*operands)
+            bind = compat.bind_region if _OWN_REGION else compat.bind_checkpoint
+            results = bind(linearised, operands, policy=policy, prevent_cse=prevent_cse)
             outputs, changes = results[: len(self.jaxpr.out_avals)], iter(results[len(self.jaxpr.out_avals) :])
             changes = map(transposed_once, changes) if once else changes
             return outputs, [next(changes) if is_smooth(out) else zero_tangent(out) for out in outputs]

@@ -1,0 +1,108 @@
+"""Tests of blocks, again with the checkpoint region of this package in place of JAX's (`core.block._OWN_REGION`)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+import remat_jax as rj
+from remat_jax.cost.count import matmuls
+from remat_jax.errors import UnsupportedError
+from tests import test_remat, test_saved_dtypes, test_ties, test_unusual_calls
+from tests.small_models import Attention, Mlp, assert_same, make_loss, times
+
+pytestmark = pytest.mark.usefixtures("own_region")
+# The tests of these modules run here as tests of this module.
+for module in (test_remat, test_saved_dtypes, test_ties, test_unusual_calls):
+    globals().update({name: value for name, value in vars(module).items() if name.startswith("test_")})
+
+
+@pytest.fixture
+def own_region(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    jax.clear_caches()
+    monkeypatch.setattr("remat_jax.core.block._OWN_REGION", True)
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("policy", ["full", "dots"])
+def test_the_program_has_no_region_of_jax(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def regions() -> tuple[int, int]:
+        loss, params, x = make_loss(rj.remat(Mlp, policy), scanned=True)
+        return times("own_region", jax.grad(loss), params, x), times("remat2", jax.grad(loss), params, x)
+
+    assert regions() == (1, 0)
+    monkeypatch.setattr("remat_jax.core.block._OWN_REGION", False)
+    jax.clear_caches()
+    assert regions() == (0, 1)
+
+
+@pytest.mark.versions
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("scanned", [False, True])
+def test_derivatives_of_every_kind(scanned: bool) -> None:
+    plain, params, x = make_loss(Attention, scanned=scanned)
+    ours, _, _ = make_loss(rj.remat(Attention, "dots"), scanned=scanned)
+    batch = jnp.stack([x, x / 2])
+
+    def kinds(loss: Callable[..., Any]) -> dict[str, Any]:
+        def squares(params: Any, x: Any) -> Any:
+            return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(jax.grad(loss)(params, x)))
+
+        def pushed(params: Any, x: Any) -> Any:
+            return jax.jvp(loss, (params, x), (params, x))[1]
+
+        gradient = jax.grad(loss, argnums=(0, 1))
+        return {
+            "gradient": gradient(params, x),
+            "forward": pushed(params, x),
+            "forward over reverse": jax.jvp(gradient, (params, x), (params, x))[1],
+            "reverse over reverse": jax.grad(squares)(params, x),
+            "reverse over forward": jax.grad(pushed)(params, x),
+            "vmap of grad": jax.vmap(gradient, in_axes=(None, 0))(params, batch),
+            "grad of vmap": jax.grad(lambda params: jax.vmap(loss, in_axes=(None, 0))(params, batch).sum())(params),
+        }
+
+    expected = kinds(plain)
+    for name, result in jax.jit(functools.partial(kinds, ours))().items():
+        assert_same(result, expected[name])
+
+
+@pytest.mark.versions
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_a_shard_map_around_a_scan(check_vma: bool) -> None:
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def gradient(block: Any) -> Any:
+        loss, params, x = make_loss(block, scanned=True)
+        specs = {"in_specs": (PartitionSpec(), PartitionSpec("data")), "out_specs": PartitionSpec(), "check_vma": check_vma}
+        of_mesh = jax.shard_map(lambda params, x: jax.lax.psum(loss(params, x), "data"), mesh=mesh, **specs)
+        return jax.jit(jax.grad(of_mesh, argnums=(0, 1)))(params, x)
+
+    assert_same(gradient(rj.remat(Mlp, "dots")), gradient(Mlp))
+
+
+@pytest.mark.versions
+def test_a_checkpoint_of_jax_around_a_block_keeps_what_its_policy_keeps() -> None:
+    block, x = rj.remat(lambda x: jnp.sin(jnp.sin(x @ x) @ x), "full"), jnp.ones((3, 3))
+    outer = jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable)
+    kept, again = (matmuls(jax.value_and_grad(lambda x, f=f: f(x).sum()), x) for f in (outer, block))
+    assert (kept, again) == (6, 8)
+
+
+@pytest.mark.versions
+def test_an_effect_that_cannot_be_repeated_is_refused() -> None:
+    def block(x: Any) -> Any:
+        jax.experimental.io_callback(lambda: None, None)
+        return jnp.sin(x)
+
+    with pytest.raises(UnsupportedError, match=r"io_callback"):
+        jax.grad(lambda x: rj.remat(block)(x))(1.0)
