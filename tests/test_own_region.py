@@ -14,13 +14,12 @@ from jax.sharding import PartitionSpec
 import remat_jax as rj
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import UnsupportedError
-from tests import test_remat, test_saved_dtypes, test_ties, test_unusual_calls
+from tests import test_remat
 from tests.small_models import Attention, Mlp, assert_same, make_loss, times
 
 pytestmark = pytest.mark.usefixtures("own_region")
-# The tests of these modules run here as tests of this module.
-for module in (test_remat, test_saved_dtypes, test_ties, test_unusual_calls):
-    globals().update({name: value for name, value in vars(module).items() if name.startswith("test_")})
+# The tests of this module run here, too.
+globals().update({name: value for name, value in vars(test_remat).items() if name.startswith("test_")})
 
 
 @pytest.fixture
