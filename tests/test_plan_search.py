@@ -7,14 +7,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from remat_jax.planning.candidate import FAILED, Compiled, KeptArrays, Load, StepCandidate, Tried, one_residual_more
 from remat_jax.planning.choose_fastest import AS_FAST, TIME_ERROR, choose_fastest
 from remat_jax.planning.fit_memory import Fit, fitted, predicted
 from remat_jax.planning.generators import memory_limit, more, without_host
-from remat_jax.planning.loop import MOST_COMPILED, MOST_UNTIL_ONE_FITS, most_promising
+from remat_jax.planning.loop import MOST_COMPILED, MOST_GIVEN_UP, MOST_UNTIL_ONE_FITS, most_promising, search
 from remat_jax.planning.outcome import base_seconds, gain_of_more_memory
 from remat_jax.planning.plan_data import next_bytes
 from remat_jax.planning.times import Times
@@ -23,6 +23,7 @@ from tests.searches import AGAIN, LAYER, NAMED, OFFLOAD, SAVE, STACK, TRUTH, Sea
 
 
 @settings(max_examples=25, deadline=None)
+@example(3821)  # the step with one more residual is predicted alike where it is proposed and where it is required
 @given(st.integers(0, 2**32))
 def test_of_every_search(seed):
     searched = drawn(seed)
@@ -30,7 +31,7 @@ def test_of_every_search(seed):
     fit, best = known.fit, known.best
     tried = [step.candidate for step in fit.tried]
     given_up = [step for step in fit.tried if step.compiled.more is not None and not fit.fits(step)]
-    assert len(set(tried)) == len(tried) <= MOST_UNTIL_ONE_FITS + MOST_COMPILED * len(given_up)
+    assert len(set(tried)) == len(tried) <= MOST_UNTIL_ONE_FITS + MOST_COMPILED * min(len(given_up), MOST_GIVEN_UP)
     assert max(map(len, searched.asked)) <= 2
     # A step that was compiled and fits is never lost, not even if it does not fit with other kernels.
     assert (best is None) == (not fit.fitting) and (known.in_hand is None) == (not fit.fitting and not given_up)
@@ -69,6 +70,43 @@ def test_the_plan_is_nearly_the_fastest_there_is(budget):
     plans = [made((early,) * first + (late,) * (6 - first)) for first in range(7) for early in every for late in every]
     fits = [plan.seconds for plan in plans if predicted(TRUTH, plan.loads) <= budget]
     assert searched.known.best.candidate.seconds <= min(fits) + searched.known.worth
+
+
+def test_a_step_that_is_chosen_once_another_is_known_is_compiled_otherwise_too():
+    """The faster step has a memory limit, so the mix is chosen. Then that step is expected not to fit, and `dots` is chosen."""
+    mix, dots = made((*[NAMED["dots"]] * 3, *[NAMED["full"]] * 3)), made((NAMED["dots"],) * 6, name="dots")
+    steps = {replace(mix, memory_limit=5000): (4990, 1.0), mix: (4900, 1.004), dots: (4800, 1.006)}
+
+    def pace(step):
+        return steps[step][1] / (STACK.base_seconds + step.seconds)
+
+    searched = Searched(STACK, 5000, lambda step: steps[step][0], named(), pace=pace).learn(*steps)
+    search(searched.known, searched.compile_them, (), lambda tried: 50)
+    chosen, _ = choose_fastest(searched.known)
+    assert (chosen.candidate, chosen.compiled.more) == (dots, 50)
+
+
+@pytest.mark.parametrize("share", [0.005, 0.02])
+def test_a_search_ends_although_every_step_needs_too_much_with_other_kernels(share):
+    """However little it needs without them: each step that is given up makes the next one smaller."""
+    searched = Searched(STACK, 5200, lambda step: predicted(TRUTH, step.loads), named(), pace=lambda step: 1.0)
+    searched.more = lambda candidate: round(5200 * (1 + share) - predicted(TRUTH, candidate.loads))
+    searched.run()
+    tried, smallest = searched.known.fit.tried, searched.known.fit.smallest
+    assert len(tried) <= (1 + MOST_GIVEN_UP) * MOST_COMPILED and searched.known.best is None
+    assert smallest.compiled.more is not None and searched.known.in_hand.compiled.most_bytes == round(5200 * (1 + share))
+
+
+def test_a_memory_limit_leaves_room_for_other_kernels():
+    searched = Searched(STACK, 5000, lambda step: predicted(STACK, step.loads), named(), pace=lambda step: 1.0)
+    off = searched.candidates[0]
+    searched.learn(off)
+    (tried,) = searched.known.fit.tried
+    size = tried.compiled.device_bytes
+    for budget, needed, limits in ((size, 600, [size - 600]), (900, 1000, [])):
+        searched.known.fit.whole_budget = budget
+        searched.known.fit.tried[0] = replace(tried, compiled=replace(tried.compiled, more=needed))
+        assert [step.memory_limit for step in memory_limit.propose(searched.known)] == limits
 
 
 def test_off_is_compiled_alone_where_it_surely_fits():

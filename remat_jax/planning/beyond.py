@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from remat_jax.errors import CompileError, InfeasibleBudget, RematError
+from remat_jax.memory.compile.process import NotDoneError
 from remat_jax.planning.changes import CHANGES
 from remat_jax.planning.choose_fastest import AS_FAST
 from remat_jax.planning.compile_candidates import first_sentence
@@ -26,11 +27,12 @@ def with_changes(plan_for: PlanFor, workload: Workload, allow: Sequence[str]) ->
 
     Raises:
       InfeasibleBudget: nothing fits, not even with the changes.
+      CompileError: the same, and the time for a plan without changes was up before a step fitted.
     """
     made, failure, rows = None, None, list[Beyond]()
     try:
         made = plan_for(workload, 1 / (1 + len(allow)))
-    except InfeasibleBudget as error:
+    except (InfeasibleBudget, NotDoneError) as error:
         failure = error
     for place, change in enumerate(allow):
         kept, changed, most = () if made is None else made.changes, workload, CHANGES[change].most
@@ -78,7 +80,7 @@ def _all_together(plan_for: PlanFor, workload: Workload, allow: Sequence[str]) -
             changes.append(change)
     if len(changes) < 2:
         return None
-    with contextlib.suppress(InfeasibleBudget):
+    with contextlib.suppress(InfeasibleBudget, NotDoneError):
         return replace(plan_for(workload, 1.0), changes=tuple(changes))
     return None
 

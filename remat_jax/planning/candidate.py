@@ -109,7 +109,7 @@ class StepCandidate:
     @property
     def is_plain(self) -> bool:
         """Whether its memory follows from what its checkpoints keep: no groups, no memory limit."""
-        return self.checkpoints and not (self.groups or self.memory_limit)
+        return self.checkpoints and not self.groups and self.memory_limit is None
 
     @property
     def family(self) -> str:

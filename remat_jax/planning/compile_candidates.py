@@ -70,7 +70,7 @@ class Compiler:
         return self._left(best) < 2 * self._tracing
 
     def compile(self, candidates: Sequence[StepCandidate], best: Tried | None) -> list[Compiled]:
-        """The compiled memory of each candidate, as `compile_now`; an empty list if the time is up and a step was compiled."""
+        """The compiled memory of each candidate, as `compile_now`; an empty list if the time is up and a step was submitted."""
         return [] if self.count and self._is_over(best) else self.compile_now(candidates, best)
 
     def compile_now(self, candidates: Sequence[StepCandidate], best: Tried | None) -> list[Compiled]:

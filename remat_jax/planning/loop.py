@@ -19,6 +19,8 @@ CompileOtherwise = Callable[[Tried], int | None]
 MOST_COMPILED = 8
 """The maximum number of compilations once a step fits."""
 MOST_UNTIL_ONE_FITS = 12
+MOST_GIVEN_UP = 3
+"""The search goes on at most this often after a step that does not fit with other kernels."""
 SIDE_BY_SIDE = 2
 
 
@@ -46,17 +48,39 @@ def search(
     `known.best` is then the fastest step that fits, if any does.
     """
     generators = tuple(generators)
-    while True:
+    for _ in range(MOST_GIVEN_UP + 1):
         ended = _search(known, compile_them, generators)
-        if known.best is None:
-            return ended
+        if _is_settled(known, compile_otherwise):
+            break
+    settle(known, compile_otherwise)
+    return ended
+
+
+def settle(known: Known, compile_otherwise: CompileOtherwise) -> None:
+    """Compile steps with other kernels until the step to choose fits with them, or the smallest step does not."""
+    while not _is_settled(known, compile_otherwise):
+        pass
+    smallest = min(
+        (step for step in known.fit.tried if step.compiled.sound), key=lambda step: step.compiled.device_bytes, default=None
+    )
+    # Nothing fits but for other kernels, as is expected from the steps that were given up: let the smallest show it.
+    if known.best is None and known.in_hand is not None and smallest is not None and smallest.compiled.more is None:
+        more = compile_otherwise(smallest)
+        if more is not None:
+            known.fit.learn_more(smallest, more)
+
+
+def _is_settled(known: Known, compile_otherwise: CompileOtherwise) -> bool:
+    """Compile the step to choose with other kernels; whether the search need not go on for it."""
+    while known.best is not None:
         chosen, _ = choose_fastest(known)
         more = compile_otherwise(chosen) if chosen.compiled.more is None else None
         if more is None:
-            return ended
+            return True
         known.fit.learn_more(chosen, more)
-        if more <= known.fit.whole_budget - chosen.compiled.device_bytes:
-            return ended
+        if more > known.fit.whole_budget - chosen.compiled.device_bytes:
+            return False
+    return True
 
 
 def _search(known: Known, compile_them: Compile, generators: Iterable[Generator]) -> Ended:
@@ -82,7 +106,7 @@ def proposals(known: Known, generators: Iterable[Generator]) -> list[StepCandida
 
 def left(known: Known, generators: Iterable[Generator]) -> tuple[StepCandidate, ...]:
     """The proposals that are worth a compilation, the most promising first."""
-    best = None if known.best is None else known.best.candidate
+    best = None if known.in_hand is None else known.in_hand.candidate
     scored = [(known.chance(step) * known.gain(step, best), step) for step in proposals(known, generators)]
     return tuple(step for score, step in sorted(scored, key=lambda pair: -pair[0]) if score and _is_worth(known, step, best))
 

@@ -29,7 +29,7 @@ from remat_jax.planning.compile_candidates import Compiler, Progress, one_line
 from remat_jax.planning.findings import info, warning
 from remat_jax.planning.fit_memory import predicted
 from remat_jax.planning.generators.as_written import counted_flops
-from remat_jax.planning.loop import Ended, search
+from remat_jax.planning.loop import Ended, search, settle
 from remat_jax.planning.model import Model
 from remat_jax.planning.outcome import outcome
 from remat_jax.planning.plan import Plan
@@ -208,12 +208,17 @@ class _Planner:
         return problem(workload, self.budget, self.target, self.host_budget, timeout=left, like=like)
 
     def leanest(self) -> tuple[int, InfeasibleBudget | None]:
+        """The bytes of the smallest step; the error if nothing fits."""
+        self._compile_least()
+        fit = self.known.fit
+        return fit.smallest.compiled.device_bytes, None if fit.fitting else self._infeasible()
+
+    def _compile_least(self) -> None:
         """Compile `full`, and the plan of least predicted memory if `full` does not fit."""
         fit = self.known.fit
         for candidate in (self.known.named_policy("full"), self.known.solved.least(fit.stack)):
             if candidate is not None and not fit.fitting and fit.known(candidate) is None:
                 fit.learn([candidate], self.compiler.compile_now([candidate], None))
-        return fit.smallest.compiled.device_bytes, None if fit.fitting else self._infeasible()
 
     def _infeasible(self) -> InfeasibleBudget:
         return infeasible(self.workload, self.known.fit.smallest, self.budget, self.host_budget, self.target)
@@ -232,11 +237,11 @@ class _Planner:
 
     def plan(self) -> Plan:
         """The plan of a whole search."""
-        otherwise = functools.partial(more_without_triton, self.compiler)
+        otherwise = functools.cache(functools.partial(more_without_triton, self.compiler))  # a failure, too, is final
         try:
             ended = search(self.known, self.compiler.compile, compile_otherwise=otherwise)
             if self.known.in_hand is None and (ended.by == "time" or not self.known.fit.compiled):
-                self.leanest()
+                self._compile_least()
         except CompileError as error:
             if self.known.fit.compiled:
                 ended = Ended("time")
@@ -247,6 +252,7 @@ class _Planner:
         if self.known.in_hand is None:
             raise self._infeasible() if ended.by != "time" else self._too_late()
         self._add_as_written(self.known.in_hand)
+        settle(self.known, otherwise)
         return self._plan(ended)
 
     def so_far(self) -> Plan:
@@ -285,7 +291,7 @@ class _Planner:
     @property
     def _timeout_text(self) -> str:
         # A change beyond the blocks has a share of the whole call's time.
-        return f"{round(self.timeout, 1):g}"
+        return str(round(self.timeout)) if self.timeout > 10 else f"{round(self.timeout, 1) or self.timeout:.2g}"
 
     def _is_late(self) -> bool:
         return self._left() < 0
@@ -359,8 +365,9 @@ class _Planner:
         if freed is None:
             freed = round(self.known.fit.guess.fixed_bytes - other.fit.guess.fixed_bytes)
         stack = replace(other.fit.guess, blocks=blocks, fixed_bytes=max(other.fit.arguments, learnt.fixed_bytes - freed))
-        candidates = [other.solved.plan(stack, self.budget), *other.named]
-        fits = [step for step in candidates if step is not None and predicted(stack, step.loads) <= self.budget]
+        budget = self.known.fit.budget
+        candidates = [other.solved.plan(stack, budget), *other.named]
+        fits = [step for step in candidates if step is not None and predicted(stack, step.loads) <= budget]
         if not fits:
             return None
         fastest = min(fits, key=other.times.traced)

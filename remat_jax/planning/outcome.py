@@ -37,7 +37,8 @@ def outcome(
     def point(candidate: StepCandidate) -> Point:
         tried, (seconds, timed) = fit.known(candidate), times.of(candidate)
         failed, shown = tried is not None and tried.compiled.device_bytes == FAILED, fit.shown(candidate)
-        exceeds = fit.within(candidate) < shown <= fit.whole_budget and candidate != best.candidate
+        too_large = fit.within(candidate) < shown <= fit.whole_budget and candidate != best.candidate
+        is_sure = tried is not None and tried.compiled.more is not None
         return Point(
             candidate.name,
             None if failed else shown,
@@ -45,7 +46,7 @@ def outcome(
             seconds,
             tried is not None,
             parts_of(described, stack, candidate),
-            _remark(tried) or ("too large with cuBLAS" if exceeds else ""),
+            _remark(tried) or too_large * f"{'' if is_sure else 'probably '}too large with cuBLAS",
             timed,
         )
 
@@ -170,8 +171,8 @@ def _lower_bound(known: Known, best: Tried) -> float | None:
     candidate, times = best.candidate, known.times
     if candidate.choices is None and (candidate.name != "off" or candidate.memory_limit is not None):
         return None
-    # The plan may exceed the budget with other kernels, if every step does.
-    extra = known.solved.bound(known.fit.budget if known.fit.fits(best) else known.fit.whole_budget)
+    # What other kernels need more is different for each step, so the whole budget bounds them all.
+    extra = known.solved.bound(known.fit.whole_budget)
     # The plan may be faster than the bound, because a whole policy may cost less than the sum of its residuals, or because the
     # step needs less memory than predicted.
     if extra > candidate.seconds * _ALIKE:

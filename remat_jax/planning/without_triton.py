@@ -10,11 +10,11 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from remat_jax.errors import CompileError
 from remat_jax.hardware import Target
 from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.options import WITHOUT_TRITON
+from remat_jax.memory.compile.process import NotDoneError
 from remat_jax.planning.candidate import Tried
 from remat_jax.planning.compile_candidates import Compiler, first_sentence
 from remat_jax.planning.findings import PlanFinding, info, warning
@@ -30,14 +30,14 @@ _SHORTEST = 1.0
 def more_without_triton(compiler: Compiler, tried: Tried) -> int | None:
     """The device bytes that a compiled step needs in addition without Triton, at least 0.
 
-    None if the target's kernels are not chosen on the device, or if the step cannot be compiled so. A finding says why.
+    None if the target's kernels are not chosen on the device, or, with a finding, if the step cannot be compiled so.
     """
     if not backend_of(compiler.target).chooses_kernels_on_device:
         return None
     left = compiler.deadline - time.monotonic()
     try:
         if left <= 0:
-            raise CompileError("the timeout was over; give a longer one")
+            raise NotDoneError("the timeout was over")
         compiler.progress("compiling the plan without Triton", compiler.count, compiler.count)
         sizes = compile_programs(
             [replace(tried.compiled.program, key="the plan")],
@@ -47,7 +47,7 @@ def more_without_triton(compiler: Compiler, tried: Tried) -> int | None:
             memory_limit=tried.candidate.memory_limit,
             kernels=compiler.kernels,
         )
-    except CompileError as error:
+    except Exception as error:  # a step that fits is not lost, whatever fails
         compiler.findings.append(warning("kernels", f"Without Triton the step could not be compiled: {first_sentence(error)}"))
         return None
     return max(0, sizes["the plan"].device - tried.compiled.device_bytes)

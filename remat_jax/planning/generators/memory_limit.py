@@ -27,9 +27,9 @@ def propose(known: Known) -> Iterable[StepCandidate]:
     near += sorted((step for step in over if step.memory_limit is None), key=lambda step: step.seconds)[:1]
     # With less, XLA might recompute for a step that fits as it is.
     chosen = [step for step in dict.fromkeys(near) if (tried := fit.known(step)) is None or not fit.fits(tried)]
-    return [_limited(known, step) for step in chosen]
-
-
-def _limited(known: Known, step: StepCandidate) -> StepCandidate:
-    limit = round(known.fit.within(replace(step, memory_limit=0)))
-    return replace(step, memory_limit=limit, source="memory_limit", expected_bytes=limit)
+    limits = [(step, round(fit.within(replace(step, memory_limit=0)))) for step in chosen]
+    return [
+        replace(step, memory_limit=limit, source="memory_limit", expected_bytes=limit)
+        for step, limit in limits
+        if limit > fit.arguments
+    ]

@@ -38,7 +38,8 @@ def least_more(known: Known) -> list[StepCandidate]:
     if best is None or best.candidate.choices is None:
         return []
     stack, worth = known.fit.around(best.compiled.device_bytes), known.worth / known.times.pace
-    faster = [step for step in one_more(known, best.candidate) if step.seconds <= best.candidate.seconds - worth]
+    variants = [replace(step, near=best.candidate) for step in one_more(known, best.candidate)]
+    faster = [step for step in variants if step.seconds <= best.candidate.seconds - worth]
     if not faster:
         return []
     fewest = min(faster, key=lambda step: step.saved_bytes)
