@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -14,6 +15,7 @@ from flax import nnx
 import remat_jax as rj
 from remat_jax import compat
 from remat_jax.core.softmax_products import softmax_products
+from remat_jax.diagnosis.beyond import compiled_advice
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import DONATION, DTYPE, MICRO, STATE
 from remat_jax.memory.compile.backends import backend_of
@@ -191,3 +193,14 @@ def test_micro_batches_by_the_plan_and_by_hand_free_what_is_advised() -> None:
     arguments = work.params, jax.eval_shape(work.optimizer.init, work.params), *work.batch
     by_hand = rj.Workload.from_step(jax.jit(step, donate_argnums=(0, 1)), *arguments, blocks=Block)
     assert need - rj.measure(by_hand, "full", "h200").device_bytes > 0.85 * said
+
+
+@needs_compiler
+def test_that_activations_follow_narrow_parameters_is_told_in_bytes() -> None:
+    model = nn.Sequential([nn.Embed(64, 512), nn.Dense(2048), nn.Dense(512)])
+    tokens = jax.ShapeDtypeStruct((2048,), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    work = rj.Workload(lambda p, x: jnp.mean(model.apply(p, x) ** 2), params, (tokens,), nn.Dense, optimizer=optax.adam(1e-3))
+    advice = compiled_advice(work, "off", rj.measure(work, "off", "h200"), target_named("h200"), 300)
+    (why,) = [each.why for each in advice if each.what == DTYPE and each.compiled]
+    assert why.endswith(". Activations follow them: the model keeps 12.0 MiB of residuals, not 24.0 MiB")

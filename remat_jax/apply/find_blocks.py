@@ -59,7 +59,8 @@ class FoundBlocks:
         others = [each.name for each in self.others if each.calls > 1 and each.saved > self.residual_bytes / 100][:4]
         return (
             f"Blocks found: {taken}. Checkpoints around these calls drop {format_bytes(dropped)} of "
-            f"{format_bytes(self.residual_bytes)} of residuals, and need {format_bytes(again)} again for one call"
+            f"{format_bytes(self.residual_bytes)} of residuals; the backward pass recomputes them call by call, at most "
+            f"{format_bytes(again)} at a time"
             + (f". Other choices: {', '.join(others)}" if others else "")
         )
 
