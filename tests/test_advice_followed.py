@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -103,6 +104,16 @@ def test_micro_batches_are_said_to_compute_another_function_where_examples_meet(
     changed = advised(contrastive)[1][MICRO]
     assert changed.how.startswith("rj.accumulate_gradients(sums, 2), where sums(params, *batch) returns the sum of the losses")
     assert "unless the loss is written over independent examples: rev int32[4, 512] at " in changed.why and need
+
+
+@needs_compiler
+def test_jaxs_attention_kernel_takes_the_lengths_that_the_advice_names() -> None:
+    text = backend_of(target_named("h200")).attention_kernel(cudnn_refuses="odd lengths")
+    assert "mha (with causal masks and segment ids only; pad lengths above 128 to a multiple of 128)" in text
+    for length, taken in ((64, True), (128, True), (197, False), (256, True)):
+        q = jax.ShapeDtypeStruct((2, length, 4, 64), jnp.bfloat16)
+        with contextlib.nullcontext() if taken else pytest.raises(ValueError, match="must be a multiple of"):
+            jax.eval_shape(functools.partial(compat.attention_kernel(), segment_ids=None), q, q, q)
 
 
 class Layer(nnx.Module):

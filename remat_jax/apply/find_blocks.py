@@ -60,8 +60,7 @@ class FoundBlocks:
         return (
             f"Blocks found: {taken}. Checkpoints around these calls drop {format_bytes(dropped)} of "
             f"{format_bytes(self.residual_bytes)} of residuals; the backward pass recomputes them call by call, at most "
-            f"{format_bytes(again)} at a time"
-            + (f". Other choices: {', '.join(others)}" if others else "")
+            f"{format_bytes(again)} at a time" + (f". Other choices: {', '.join(others)}" if others else "")
         )
 
     def to_dict(self) -> dict[str, Any]:

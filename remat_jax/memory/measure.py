@@ -109,8 +109,8 @@ def measure_many(
     seek_effect = seek_effect and any(map(_is_compared, checked)) and not workload.replaced_checkpoints
     beside = [off] if seek_effect and _is_small(workload) and not described.attached else []
     new = [policy for policy in dict.fromkeys([*checked, *beside]) if (policy, settings) not in cached]
-    for policy in dict.fromkeys(checked) if on_done is not None else ():
-        if policy not in new:
+    for policy in dict.fromkeys(checked):
+        if policy not in new and on_done is not None:
             on_done(_text(policy))
     if new:
         reports = _measured(workload, new, described, timeout, on_done, limit, trace_off=seek_effect and not beside)
