@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -14,6 +16,7 @@ from flax import nnx
 import remat_jax as rj
 from remat_jax import compat
 from remat_jax.core.softmax_products import softmax_products
+from remat_jax.diagnosis.beyond import compiled_advice
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import DONATION, DTYPE, MICRO, STATE
 from remat_jax.memory.compile.backends import backend_of
@@ -101,6 +104,16 @@ def test_micro_batches_are_said_to_compute_another_function_where_examples_meet(
     changed = advised(contrastive)[1][MICRO]
     assert changed.how.startswith("rj.accumulate_gradients(sums, 2), where sums(params, *batch) returns the sum of the losses")
     assert "unless the loss is written over independent examples: rev int32[4, 512] at " in changed.why and need
+
+
+@needs_compiler
+def test_jaxs_attention_kernel_takes_the_lengths_that_the_advice_names() -> None:
+    text = backend_of(target_named("h200")).attention_kernel(cudnn_refuses="odd lengths")
+    assert "mha (with causal masks and segment ids only; pad lengths above 128 to a multiple of 128)" in text
+    for length, taken in ((64, True), (128, True), (197, False), (256, True)):
+        q = jax.ShapeDtypeStruct((2, length, 4, 64), jnp.bfloat16)
+        with contextlib.nullcontext() if taken else pytest.raises(ValueError, match="must be a multiple of"):
+            jax.eval_shape(functools.partial(compat.attention_kernel(), segment_ids=None), q, q, q)
 
 
 class Layer(nnx.Module):
@@ -191,3 +204,14 @@ def test_micro_batches_by_the_plan_and_by_hand_free_what_is_advised() -> None:
     arguments = work.params, jax.eval_shape(work.optimizer.init, work.params), *work.batch
     by_hand = rj.Workload.from_step(jax.jit(step, donate_argnums=(0, 1)), *arguments, blocks=Block)
     assert need - rj.measure(by_hand, "full", "h200").device_bytes > 0.85 * said
+
+
+@needs_compiler
+def test_that_activations_follow_narrow_parameters_is_told_in_bytes() -> None:
+    model = nn.Sequential([nn.Embed(64, 512), nn.Dense(2048), nn.Dense(512)])
+    tokens = jax.ShapeDtypeStruct((2048,), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    work = rj.Workload(lambda p, x: jnp.mean(model.apply(p, x) ** 2), params, (tokens,), nn.Dense, optimizer=optax.adam(1e-3))
+    advice = compiled_advice(work, "off", rj.measure(work, "off", "h200"), target_named("h200"), 300)
+    (why,) = [each.why for each in advice if each.what == DTYPE and each.compiled]
+    assert why.endswith(". Activations follow them: the model keeps 12.0 MiB of residuals, not 24.0 MiB")

@@ -27,6 +27,7 @@ from remat_jax.memory.compile import cache, compiler
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.memory.compile.exporting import export_step
+from remat_jax.memory.compile.process import NotDoneError
 from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.hlo.copies import Copies, Overlap
 from remat_jax.memory.hlo.live import LiveBuffer
@@ -59,9 +60,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The keys of the compiled programs; the compiler itself is not needed here."""
     keys: list[str] = []
 
-    def answer(programs: Any, *_: Any) -> dict[str, Sizes]:
+    def answer(programs: Any, *_: Any) -> list[tuple[str, Sizes]]:
         keys.extend(exported.key for exported in programs)
-        return {exported.key: dataclasses.replace(SIZES, temp=len(keys)) for exported in programs}
+        return [(exported.key, dataclasses.replace(SIZES, temp=len(keys))) for exported in programs]
 
     monkeypatch.setattr(compiler, "_compiled", answer)
     monkeypatch.setattr(compat, "require_gpu_compiler", lambda: None)
@@ -78,6 +79,24 @@ def test_equal_programs_are_compiled_once_and_each_key_has_its_answer(folder: pa
     assert asked == ["a", "b"] and list(sizes) == ["a", "b", "c"]
     assert sizes["a"] == sizes["c"] and "c" in messages
     assert ask(program("d")) == {"d": sizes["a"]} and asked == ["a", "b"]
+
+
+def test_what_was_compiled_before_the_timeout_is_kept(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(entries: Any, target: Any, timeout: float, folder: Any, arrived: Callable[[Any], None], *_: Any) -> None:
+        arrived({"key": entries[0]["key"]})
+        raise NotDoneError("timeout")
+
+    monkeypatch.setattr(compiler, "_answers", late)
+    backend = types.SimpleNamespace(
+        require=lambda _: None, limit_options=lambda *_: {}, entry=lambda _: {"compiler_options": {}}, read=lambda *_: SIZES
+    )
+    monkeypatch.setattr(compiler, "backend_of", lambda _: backend)
+    messages: list[str] = []
+    with pytest.raises(NotDoneError):
+        ask(program("a"), program("b", 3.0), on_done=messages.append)
+    cache.forget()
+    assert messages == ["a"] and len(list(folder.iterdir())) == 1
+    assert ask(program("a")) == {"a": SIZES}
 
 
 def test_another_process_finds_it_on_disk_as_it_was(folder: pathlib.Path, asked: list[str]) -> None:

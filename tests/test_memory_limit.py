@@ -177,9 +177,9 @@ def test_the_cache_keeps_limits_apart(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(compat, "require_gpu_compiler", lambda: None)
     compiled: list[dict[str, Any]] = []
 
-    def answer(programs: Any, target: Any, timeout: float, options: Any, *_: Any) -> dict[str, compiler.Sizes]:
+    def answer(programs: Any, target: Any, timeout: float, options: Any, *_: Any) -> list[tuple[str, compiler.Sizes]]:
         compiled.append(dict(options[programs[0].key]))
-        return {exported.key: compiler.Sizes(*[len(compiled)] * 8) for exported in programs}
+        return [(exported.key, compiler.Sizes(*[len(compiled)] * 8)) for exported in programs]
 
     monkeypatch.setattr(compiler, "_compiled", answer)
     program = export_step("off", workload(128).step("off"), H200)

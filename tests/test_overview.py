@@ -14,6 +14,7 @@ from remat_jax import compat, errors
 from remat_jax.cli import report as command
 from remat_jax.diagnosis.findings import Finding
 from remat_jax.hardware import target
+from remat_jax.memory.compile.process import NotDoneError
 from remat_jax.memory.report import Receipt
 from remat_jax.overview import compared, page
 from remat_jax.overview.plan_as_compiled import plan_as_compiled
@@ -158,6 +159,26 @@ def test_a_missing_section_is_noted():
     shown = gather(forward, ["full"], "cpu")
     assert page.modules(shown.policies) == ""
     assert any(note.startswith("No memory by module: ") for note in page.notes(shown))
+
+
+def test_the_page_has_what_was_compiled_before_the_timeout(monkeypatch):
+    measured, passed, clock, orders = compared.measure_many, [], time.monotonic, []
+
+    def late(workload, policies, target, timeout, on_done):
+        orders.append([policy if isinstance(policy, str) else "the plan" for policy in policies])
+        if len(orders) > 1:
+            return measured(workload, policies, target, timeout, on_done)
+        measured(workload, policies[:2], target, timeout, on_done)
+        passed.append(1000)
+        raise NotDoneError("compiling: not done after timeout=99 s, stopped at policy='full'")
+
+    monkeypatch.setattr(compared.time, "monotonic", lambda: clock() + sum(passed))
+    monkeypatch.setattr(compared, "measure_many", late)
+    monkeypatch.setattr(compared, "_usual", lambda *_: ["off", "full"])
+    report = gather(JOB, None, "cpu", plan=PLAN, timeout=100)
+    assert orders == [["the plan", "off", "full"], ["the plan"], ["off"]]
+    assert [policy.name for policy in report.policies] == ["off", "the plan"]
+    assert report.left_out["full"] == "the timeout was over before it was compiled"
 
 
 @pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")

@@ -26,6 +26,7 @@ from remat_jax.errors import (
 from remat_jax.hardware import target
 from remat_jax.memory.measure import measure_many
 from remat_jax.planning import compile_candidates, make_plan
+from remat_jax.planning.explain import summary
 from remat_jax.planning.fit_memory import Fit
 from remat_jax.planning.loop import MOST_COMPILED
 from remat_jax.policy import NAMED
@@ -169,6 +170,15 @@ def test_it_says_why_in_words(made):
     explanation = plan.explain()
     assert "MlpLayer 0" in explanation and "recomputing it takes" in explanation and " more would save " in explanation
     assert f"The best named policy that fits, {plan.best_named.name}" in explanation and str(plan)
+
+
+def test_a_plan_that_is_a_named_policy_is_not_compared_with_itself(made):
+    plan, _ = made
+    full = tuple(point for point in plan.named if point.name == "full")
+    named = replace(plan, policies={MlpLayer: NAMED["full"]}, recompute_flops=0, named=full)
+    text = summary(named)
+    assert "; no matmul and no convolution is recomputed." in text and text.endswith("The plan is a named policy, full.")
+    assert "The best named policy that fits, full, takes" in summary(replace(plan, named=full))
 
 
 def test_in_a_scan_more_memory_than_the_fastest_plan_needs_is_left_alone():

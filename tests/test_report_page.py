@@ -181,8 +181,11 @@ def test_the_policies_sort_by_their_bytes(tab: Tab) -> None:
 
 
 def test_a_small_window_scrolls_in_one_direction_only(tab: Tab) -> None:
+    heading = "document.querySelector('#policies-table thead').offsetHeight"
+    height = tab.value(heading)
     tab.send("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
     assert tab.value("new Promise(done => setTimeout(() => done(document.documentElement.scrollWidth), 200))") == 390
+    assert tab.value(heading) == height < 40  # the words of hidden columns are not stacked
     # Every picture is drawn for this width, so that letters keep their size.
     seen = tab.value("[...document.querySelectorAll('.picture svg')].filter(one => one.getClientRects().length).length")
     assert seen == tab.value("document.querySelectorAll('.picture .narrow svg').length") - 2  # those of hidden points

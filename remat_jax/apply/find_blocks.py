@@ -59,8 +59,8 @@ class FoundBlocks:
         others = [each.name for each in self.others if each.calls > 1 and each.saved > self.residual_bytes / 100][:4]
         return (
             f"Blocks found: {taken}. Checkpoints around these calls drop {format_bytes(dropped)} of "
-            f"{format_bytes(self.residual_bytes)} of residuals, and need {format_bytes(again)} again for one call"
-            + (f". Other choices: {', '.join(others)}" if others else "")
+            f"{format_bytes(self.residual_bytes)} of residuals; the backward pass recomputes them call by call, at most "
+            f"{format_bytes(again)} at a time" + (f". Other choices: {', '.join(others)}" if others else "")
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -164,15 +164,27 @@ def _chosen(losses: Sequence[TracedLoss], name: str) -> FoundBlocks:
         raise BlockError(_nothing(ranked, total, name))
     close = [each for each in candidates if candidates[0].saved - each.saved <= _EQUAL * total]
     best = min(close, key=_kind)
-    if rivals := [each for each in close if each is not best and _kind(each) == _kind(best) and best.block in each.meets]:
-        shown = " or ".join(f"blocks={_shown(each)}" for each in (best, rivals[0]))
+    rivals = [each for each in close if each is not best and _kind(each) == _kind(best) and best.block in each.meets]
+    choices = sorted((_with_others(each, candidates, total) for each in (best, *rivals)), key=_saved, reverse=True)
+    if rivals and _saved(choices[0]) - _saved(choices[1]) <= _EQUAL * total:
+        shown = " or ".join(f"blocks={_shown(choice[0])}" for choice in choices[:2])
         raise BlockError(f"blocks=None: two choices save equally much in {name!r}; name one of them: {shown}")
-    taken = [best]
+    taken = choices[0]
+    return FoundBlocks(tuple(taken), tuple(each for each in ranked if each not in taken and each.bytes), total)
+
+
+def _with_others(first: Found, candidates: Sequence[Found], total: int) -> list[Found]:
+    """`first`, and the candidates that neither contain nor are in what is taken, and drop enough beside it."""
+    taken = [first]
     for each in candidates:
         if not each.meets & {other.block for other in taken} and each not in taken:
             gain = each.bytes - max(0, each.largest - max(other.largest for other in taken))
             taken += [each] if gain > _WORTH * total else []
-    return FoundBlocks(tuple(taken), tuple(each for each in ranked if each not in taken and each.bytes), total)
+    return taken
+
+
+def _saved(taken: Sequence[Found]) -> int:
+    return sum(each.bytes for each in taken) - max(each.largest for each in taken)
 
 
 def _kind(found: Found) -> int:

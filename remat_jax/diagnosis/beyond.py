@@ -44,8 +44,10 @@ from remat_jax.memory.advice import (
 from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
+from remat_jax.memory.residuals import kept_residuals
 from remat_jax.mesh import under
 from remat_jax.policy import as_block_policy, is_off
+from remat_jax.report.tables import format_bytes
 from remat_jax.step import TrainingStep
 from remat_jax.train import offload_optimizer
 from remat_jax.train.chunked_head import chunk_head
@@ -84,7 +86,19 @@ def _compiled(workload: Workload, policy: Any, advice: Advice, report: MemoryRep
         sizes = compile_programs([program], target, timeout=timeout)[advice.what]
     except CompileError:
         return advice
-    return replace(advice, bytes=report.device_bytes - sizes.device, compiled=True)
+    why = advice.why
+    if advice.what == DTYPE and report.residual_device_bytes is not None:
+        left = kept_residuals(_with_narrow_parameters(workload), policy).device_bytes
+        if left < report.residual_device_bytes:
+            narrow, wide = (format_bytes(size // report.devices) for size in (left, report.residual_device_bytes))
+            why = f"{why}. Activations follow them: the model keeps {narrow} of residuals, not {wide}"
+    return replace(advice, bytes=report.device_bytes - sizes.device, why=why, compiled=True)
+
+
+def _with_narrow_parameters(workload: Workload) -> Workload:
+    changed = copy.copy(workload)
+    changed.params = in_bfloat16(workload.params)
+    return changed
 
 
 def _changed_step(workload: Workload, policy: Any, advice: Advice) -> TrainingStep | None:
@@ -104,7 +118,7 @@ def _changed_step(workload: Workload, policy: Any, advice: Advice) -> TrainingSt
     elif advice.what == STATE:
         changed.optimizer = offload_optimizer(workload.optimizer)
     elif advice.what == DTYPE:
-        changed.params = in_bfloat16(workload.params)
+        changed = _with_narrow_parameters(workload)
     elif advice.what == DONATION:
         changed.donate = True
     return changed.step(policy)

@@ -109,6 +109,9 @@ def measure_many(
     seek_effect = seek_effect and any(map(_is_compared, checked)) and not workload.replaced_checkpoints
     beside = [off] if seek_effect and _is_small(workload) and not described.attached else []
     new = [policy for policy in dict.fromkeys([*checked, *beside]) if (policy, settings) not in cached]
+    for policy in dict.fromkeys(checked):
+        if policy not in new and on_done is not None:
+            on_done(_text(policy))
     if new:
         reports = _measured(workload, new, described, timeout, on_done, limit, trace_off=seek_effect and not beside)
         cached.update(zip(((policy, settings) for policy in new), reports, strict=True))
@@ -307,6 +310,11 @@ def _saving(policy: Any) -> Any:
 def _saving_all(policy: Any) -> Any:
     """`_saving` of a policy, or of each block's policy."""
     return tuple((block, _saving(of_block)) for block, of_block in policy) if isinstance(policy, tuple) else _saving(policy)
+
+
+def policy_text(policy: Any) -> str:
+    """The text that `measure_many` gives `on_done` for a policy."""
+    return _text(_checked(policy))
 
 
 def _text(policy: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -17,7 +16,8 @@ from remat_jax.errors import BlockError, CompileError, PlanningError, PolicyErro
 from remat_jax.hardware import Target
 from remat_jax.memory import MemoryReport, residuals
 from remat_jax.memory.compile.backends import backend_of
-from remat_jax.memory.measure import measure_many, numbered
+from remat_jax.memory.compile.process import NotDoneError
+from remat_jax.memory.measure import measure_many, numbered, policy_text
 from remat_jax.memory.residuals import ResidualTable
 from remat_jax.parity.report import ParityReport
 from remat_jax.planning import Plan
@@ -235,37 +235,41 @@ def _usual(gathered: Gathered, tell: Progress) -> list[str]:
 def _measured(gathered: Gathered, asked: Sequence[_Asked], ends: float, tell: Progress) -> list[tuple[_Asked, MemoryReport]]:
     """Each policy with its memory; a policy that is not required is left out if it fails to compile."""
     workload, target = gathered.workload, gathered.target
-    done = itertools.count(1)
+    compiled: list[str] = []
 
     def on_done(name: str) -> None:
         # A plan's policy is too long for a line of progress.
         short = name if len(name) <= 60 else f"{name[:59]}…"
-        tell(f"compiled {short} for {target.name}", min(next(done), len(asked)), len(asked))
+        compiled.append(name)
+        tell(f"compiled {short} for {target.name}", min(len(compiled), len(asked)), len(asked))
 
     def measured(entries: Sequence[_Asked]) -> list[tuple[_Asked, MemoryReport]]:
         reports = measure_many(workload, [entry.policy for entry in entries], target, _left(ends), on_done)
         return list(zip(entries, reports, strict=True))
 
     tell(f"{workload.name}: tracing, then compiling for {target.name}", 0, len(asked))
+    in_turn = sorted(asked, key=lambda entry: not entry.required)  # what may not be left out is compiled first
     try:
-        return measured(asked)
+        reports = measured(in_turn)
     except CompileError as error:
         if all(entry.required for entry in asked):
             raise
-        refused = error
-    reports = []
-    for entry in asked:
+        refused, reports = error, []
+    for entry in in_turn if not reports else ():
         try:
-            if time.monotonic() >= ends:
+            if time.monotonic() >= ends and policy_text(entry.policy) not in compiled:
                 raise refused
-            reports += measured([entry])
+            reports += measured([entry])  # if it was compiled before, from the cache
         except CompileError as error:
             if entry.required:
                 raise
-            gathered.left_out[str(entry.policy)] = str(error).splitlines()[0]
+            late = isinstance(error, NotDoneError)
+            gathered.left_out[str(entry.policy)] = (
+                "the timeout was over before it was compiled" if late else str(error).splitlines()[0]
+            )
     if not reports:
         raise refused
-    return reports
+    return sorted(reports, key=lambda pair: asked.index(pair[0]))
 
 
 def _left(ends: float) -> float:

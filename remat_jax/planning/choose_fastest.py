@@ -38,7 +38,7 @@ def choose_fastest(known: Known) -> tuple[Tried, list[PlanFinding]]:
         if percent > 100 * AS_FAST
         else f"times within {100 * AS_FAST:g} % count as equal"
     )
-    text = f"As compiled, {fastest.candidate.title} is {percent:.2g} % faster; {why}, so the plan is {chosen.candidate.title}"
+    text = f"Another compiled step, {fastest.candidate.title}, is {percent:.2g} % faster; {why}, and the plan is simpler"
     return chosen, [info("preferred", text)]
 
 

@@ -79,7 +79,11 @@ def summary(plan: PlanData) -> str:
     host = f", {format_bytes(plan.host_bytes)} in host memory" if plan.host_bytes else ""
     steps = f"{len(plan.tried)} steps were compiled" if len(plan.tried) > 1 else "one step was compiled"
     estimated = f"Estimated {time_text(plan, plan.seconds)} per step{schedule}"
-    recomputed = f"{format_flops(plan.recompute_flops)} are recomputed"
+    recomputed = (
+        f"{format_flops(plan.recompute_flops)} are recomputed"
+        if plan.recompute_flops
+        else "no matmul and no convolution is recomputed"
+    )
     sentences = [
         f"{estimated}. The whole step fits without checkpoints."
         if plan.is_off
@@ -100,6 +104,8 @@ def summary(plan: PlanData) -> str:
     best = plan.best_named
     if best is None:
         sentences.append("No named policy fits.")
+    elif not plan.is_off and all(policy == NAMED[best.name] for policy in plan.policies.values()):
+        sentences.append(f"The plan is a named policy, {best.name}.")
     elif not plan.is_off:
         how = ", estimated before compiling" if plan.timed and not best.timed else ""
         sentences.append(f"The best named policy that fits, {best.name}, takes {time_text(plan, best.seconds)}{how}.")

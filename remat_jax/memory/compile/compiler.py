@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -62,10 +62,9 @@ def compile_programs(
         else:
             new.setdefault(digest, program)  # equal programs are compiled once
     if new:
-        compiled = _compiled(list(new.values()), target, timeout, options, tell, kernels, children)
-        for digest, program in new.items():
-            sizes[digest] = replace(compiled[program.key], limit_options=limits[program.key])
-            cache.write(digest, target, sizes[digest])
+        for key, compiled in _compiled(list(new.values()), target, timeout, options, tell, kernels, children):
+            sizes[digests[key]] = replace(compiled, limit_options=limits[key])
+            cache.write(digests[key], target, sizes[digests[key]])
         for key, digest in digests.items():
             if digest in new and new[digest].key != key:
                 tell(key)
@@ -83,7 +82,7 @@ def result_shapes(program: ExportedProgram, target: Target, *, timeout: float) -
     if shapes is None:
         with scratch() as folder:
             entry = _entry(folder / "0", program, target, {})
-            answer = _answers([entry], target, timeout, folder, lambda key: None, Kernels(folder))[program.key]
+            answer = _answers([entry], target, timeout, folder, lambda answer: None, Kernels(folder))[program.key]
         if "refusal" in answer:
             return None
         shapes = tuple(map(tuple, answer["results"]))
@@ -99,13 +98,24 @@ def _compiled(
     tell: Callable[[str], None],
     kernels: Kernels | None,
     children: Children | None,
-) -> dict[str, Sizes]:
+) -> Iterator[tuple[str, Sizes]]:
+    """Each program's key and sizes; after a failure or the timeout, those of the compiled programs, then the error."""
     backend = backend_of(target)
     with scratch() as folder:
         folders = {program.key: folder / str(index) for index, program in enumerate(programs)}
         entries = [_entry(folders[program.key], program, target, options[program.key]) for program in programs]
-        answers = _answers(entries, target, timeout, folder, tell, kernels or Kernels(folder), children)
-        return {program.key: backend.read(answers[program.key], folders[program.key], program, target) for program in programs}
+        answers: dict[str, dict[str, Any]] = {}
+
+        def arrived(answer: dict[str, Any]) -> None:
+            answers[answer["key"]] = answer
+            tell(answer["key"])
+
+        try:
+            answers = _answers(entries, target, timeout, folder, arrived, kernels or Kernels(folder), children)
+        finally:
+            for program in programs:
+                if program.key in answers:
+                    yield program.key, backend.read(answers[program.key], folders[program.key], program, target)
 
 
 def _entry(folder: Path, program: ExportedProgram, target: Target, options: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +133,7 @@ def _answers(
     target: Target,
     timeout: float,
     folder: Path,
-    tell: Callable[[str], None],
+    arrived: Callable[[dict[str, Any]], None],
     kernels: Kernels,
     children: Children | None = None,
 ) -> dict[str, dict[str, Any]]:
@@ -138,7 +148,7 @@ def _answers(
         programs = [entry | {"compiler_options": {**for_all, **options, **entry["compiler_options"]}} for entry in part]
         request = {"programs": programs, "topology": backend.topology(target), "folder": str(folder)}
         doing, keys = f"compiling for target={target.name!r}", [entry["key"] for entry in part]
-        return ask(Question(CHILD, request, keys, doing, environment, timeout, left=left, again=True), tell, running)
+        return ask(Question(CHILD, request, keys, doing, environment, timeout, left=left, again=True), arrived, running)
 
     def run(number: int) -> dict[str, dict[str, Any]]:
         part = entries[number::side_by_side]

@@ -122,9 +122,9 @@ class Children:
 
 
 def ask(
-    question: Question, on_done: Callable[[str], None] | None = None, children: Children | None = None
+    question: Question, on_done: Callable[[dict[str, Any]], None] | None = None, children: Children | None = None
 ) -> dict[str, dict[str, Any]]:
-    """A dict from key to the child's answer. `on_done` gets each key when its answer arrives; `children` can kill the child."""
+    """A dict from key to the child's answer. `on_done` gets each answer when it arrives; `children` can kill the child."""
     child = _idle.take(question) or _Child(question)
     timer = threading.Timer(question.timeout if question.left is None else question.left, child.expire)
     timer.daemon = True
@@ -147,7 +147,7 @@ def ask(
 
 
 def _converse(
-    child: _Child, question: Question, on_done: Callable[[str], None] | None
+    child: _Child, question: Question, on_done: Callable[[dict[str, Any]], None] | None
 ) -> tuple[dict[str, dict[str, Any]], str, bool]:
     """The answers by key, a text with the first refused key and its reason, and whether the child waits for more questions."""
     source, sink = child.process.stdout, child.process.stdin
@@ -177,7 +177,7 @@ def _converse(
         else:
             answers[answer["key"]] = answer
             if on_done is not None:
-                on_done(answer["key"])
+                on_done(answer)
     return answers, failed, False
 
 

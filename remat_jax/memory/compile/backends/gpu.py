@@ -83,8 +83,8 @@ class GpuBackend(Backend):
         kernel = super().attention_kernel(needs=needs)
         if needs:
             return f"{kernel}; cuDNN's does not"
-        mha = "jax.experimental.pallas.ops.gpu.attention.mha (with causal masks and segment ids only)"
-        return f"{kernel}, such as {mha}; cuDNN's does not take {cudnn_refuses}"
+        mha = "jax.experimental.pallas.ops.gpu.attention.mha (with causal masks and segment ids only"
+        return f"{kernel}, such as {mha}; pad lengths above 128 to a multiple of 128); cuDNN's does not take {cudnn_refuses}"
 
     def entry(self, folder: Path) -> dict[str, Any]:
         """XLA's dump, and the final text of a program that uses host memory."""
