@@ -70,5 +70,6 @@ def test_a_plan_that_cannot_be_checked_without_triton_is_returned_with_a_note(wo
     plan = rj.plan(work, "200 MiB", "h200")
     assert plan.device_bytes <= 200 * MIB and late.call_count == 1
     why = "the timeout was over; give a longer one"
-    assert f"Without Triton the step could not be compiled: {why}" in plan.notes
-    assert "Not shown: whether the step fits if XLA chooses cuBLAS for the matmuls" in plan.notes
+    assert [note for note in plan.notes if "cuBLAS" in note] == [
+        f"Not shown: whether the step fits if XLA chooses cuBLAS for the matmuls: {why}"
+    ]

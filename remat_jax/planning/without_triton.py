@@ -48,7 +48,7 @@ def more_without_triton(compiler: Compiler, tried: Tried) -> int | None:
             kernels=compiler.kernels,
         )
     except Exception as error:  # a step that fits is not lost, whatever fails
-        compiler.findings.append(warning("kernels", f"Without Triton the step could not be compiled: {first_sentence(error)}"))
+        compiler.findings.append(warning("kernels", f"{_NOT_SHOWN}: {first_sentence(error)}"))
         return None
     return max(0, sizes["the plan"].device - tried.compiled.device_bytes)
 
