@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from remat_jax.hardware import Target
 from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.options import WITHOUT_TRITON
@@ -53,10 +52,12 @@ def more_without_triton(compiler: Compiler, tried: Tried) -> int | None:
     return max(0, sizes["the plan"].device - tried.compiled.device_bytes)
 
 
-def kernel_findings(known: Known, best: Tried, target: Target) -> list[PlanFinding]:
+def kernel_findings(known: Known, best: Tried, compiler: Compiler) -> list[PlanFinding]:
     """What a reader should know of the kernels: a step that was given up for them, or that the plan may exceed the budget."""
     if best.compiled.more is None:
-        return [info("not_shown", _NOT_SHOWN)] if backend_of(target).chooses_kernels_on_device else []
+        is_told = any(finding.kind == "kernels" for finding in compiler.findings)
+        is_open = backend_of(compiler.target).chooses_kernels_on_device and not is_told
+        return [info("not_shown", _NOT_SHOWN)] if is_open else []
     budget = round(known.fit.whole_budget)
     excess = best.compiled.most_bytes - budget
     if excess > 0:
