@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import remat_jax as rj
+from remat_jax import compat
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import UnsupportedError
 from tests import test_remat
@@ -94,7 +95,8 @@ def test_a_checkpoint_of_jax_around_a_block_keeps_what_its_policy_keeps() -> Non
     block, x = rj.remat(lambda x: jnp.sin(jnp.sin(x @ x) @ x), "full"), jnp.ones((3, 3))
     outer = jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable)
     kept, again = (matmuls(jax.value_and_grad(lambda x, f=f: f(x).sum()), x) for f in (outer, block))
-    assert (kept, again) == (6, 8)
+    # A policy of jax_remat3 keeps nothing inside a region, of JAX neither.
+    assert (kept, again) == ((8, 8) if compat.remat3() else (6, 8))
 
 
 @pytest.mark.versions
