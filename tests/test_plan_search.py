@@ -86,6 +86,30 @@ def test_a_step_that_is_chosen_once_another_is_known_is_compiled_otherwise_too()
     assert (chosen.candidate, chosen.compiled.more) == (dots, 50)
 
 
+def test_where_nothing_fits_with_other_kernels_the_smallest_step_is_compiled_with_them():
+    """Its excess is expected from another step's, and is less: 10 bytes in place of 200."""
+    mix, dots = made((*[NAMED["dots"]] * 3, *[NAMED["full"]] * 3)), made((NAMED["dots"],) * 6, name="dots")
+    steps = {mix: (4900, 1.0), dots: (4750, 1.2)}
+
+    def pace(step):
+        return steps[step][1] / (STACK.base_seconds + step.seconds)
+
+    searched = Searched(STACK, 5000, lambda step: steps[step][0], named(), pace=pace).learn(*steps)
+    search(searched.known, searched.compile_them, (), lambda tried: 300 if tried.candidate == mix else 260)
+    assert searched.known.best is None and searched.known.in_hand.candidate == dots
+
+
+def test_a_variant_is_predicted_from_the_step_that_it_varies():
+    """`mix` needs 300 bytes less than the step nearest to the budget lets expect; so does a variant of it."""
+    full, mix = made((NAMED["full"],) * 6, name="full"), made((*[NAMED["dots"]] * 2, *[NAMED["full"]] * 4))
+    variant = made((*[NAMED["dots"]] * 3, *[NAMED["full"]] * 3))
+    searched = Searched(STACK, 2800, lambda step: predicted(STACK, step.loads) - 300 * (step == mix), named())
+    fit = searched.learn(full, mix).known.fit
+    more = predicted(STACK, variant.loads) - predicted(STACK, mix.loads)
+    assert fit.expected(replace(variant, near=mix)) == pytest.approx(fit.known(mix).compiled.device_bytes + more, abs=40)
+    assert fit.expected(variant) > fit.expected(replace(variant, near=mix)) + 100
+
+
 @pytest.mark.parametrize("share", [0.005, 0.02])
 def test_a_search_ends_although_every_step_needs_too_much_with_other_kernels(share):
     """However little it needs without them: each step that is given up makes the next one smaller."""

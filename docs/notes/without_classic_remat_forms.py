@@ -1,6 +1,7 @@
 """Forms of a block's derivative that replace its checkpoint region, for `without_classic_remat.py`.
 
-`FORMS` maps the name of each form to a context in which blocks of `remat_jax` have this form.
+`FORMS` maps the name of each form to a context in which blocks of `remat_jax` have this form. Private JAX is used where a form
+is JAX's own region or split of a program, which have no public names.
 """
 
 from __future__ import annotations

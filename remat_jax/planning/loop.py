@@ -50,7 +50,7 @@ def search(
     generators = tuple(generators)
     for _ in range(MOST_GIVEN_UP + 1):
         ended = _search(known, compile_them, generators)
-        if _is_settled(known, compile_otherwise):
+        if _check_chosen(known, compile_otherwise):
             break
     settle(known, compile_otherwise)
     return ended
@@ -58,20 +58,17 @@ def search(
 
 def settle(known: Known, compile_otherwise: CompileOtherwise) -> None:
     """Compile steps with other kernels until the step to choose fits with them, or the smallest step does not."""
-    while not _is_settled(known, compile_otherwise):
+    while not _check_chosen(known, compile_otherwise):
         pass
-    smallest = min(
-        (step for step in known.fit.tried if step.compiled.sound), key=lambda step: step.compiled.device_bytes, default=None
-    )
     # Nothing fits but for other kernels, as is expected from the steps that were given up: let the smallest show it.
-    if known.best is None and known.in_hand is not None and smallest is not None and smallest.compiled.more is None:
+    if known.best is None and known.in_hand is not None and (smallest := known.fit.smallest).compiled.more is None:
         more = compile_otherwise(smallest)
         if more is not None:
             known.fit.learn_more(smallest, more)
 
 
-def _is_settled(known: Known, compile_otherwise: CompileOtherwise) -> bool:
-    """Compile the step to choose with other kernels; whether the search need not go on for it."""
+def _check_chosen(known: Known, compile_otherwise: CompileOtherwise) -> bool:
+    """Compile the step to choose with other kernels; False if it does not fit with them, so that the search has to go on."""
     while known.best is not None:
         chosen, _ = choose_fastest(known)
         more = compile_otherwise(chosen) if chosen.compiled.more is None else None

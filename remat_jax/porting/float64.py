@@ -210,11 +210,11 @@ def initialisers_in_any_width() -> Iterator[None]:
         def in_any_types(*inner_args: Any, **inner_kwargs: Any) -> Any:
             try:
                 return init(*inner_args, **inner_kwargs)
-            except Exception as error:
+            except Exception as error:  # an initialiser is a user's code, and raises what it likes
                 try:
                     with jax.enable_x64(False):
                         return init(*inner_args, **inner_kwargs)
-                except Exception:
+                except Exception:  # the types are not the cause
                     raise error from None
 
         return param(scope, name, in_any_types, *args, **kwargs)
