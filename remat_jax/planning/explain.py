@@ -104,7 +104,7 @@ def summary(plan: PlanData) -> str:
     best = plan.best_named
     if best is None:
         sentences.append("No named policy fits.")
-    elif not plan.is_off and all(policy == NAMED[best.name] for policy in plan.policies.values()):
+    elif not plan.is_off and all(policy == NAMED.get(best.name) for policy in plan.policies.values()):
         sentences.append(f"The plan is a named policy, {best.name}.")
     elif not plan.is_off:
         how = ", estimated before compiling" if plan.timed and not best.timed else ""

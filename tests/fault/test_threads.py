@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -143,8 +143,8 @@ def test_what_is_compiled_at_once_is_kept_under_its_own_name(monkeypatch: pytest
         for scale in range(6)
     ]
 
-    def sizes(asked: Any, *_: Any) -> dict[str, Sizes]:
-        return {program.key: Sizes(int(program.key), *range(2, 9)) for program in asked}
+    def sizes(asked: Any, *_: Any) -> Iterator[tuple[str, Sizes]]:
+        return ((program.key, Sizes(int(program.key), *range(2, 9))) for program in asked)
 
     monkeypatch.setattr(compiler, "_compiled", sizes)
     calls = [
