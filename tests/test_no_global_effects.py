@@ -62,8 +62,8 @@ first = remat_jax.remat(lambda x: jnp.sin(jnp.exp(1j * x)), jax.checkpoint_polic
 assert abs(jax.grad(lambda x: first(x).real)(0.0)) < 1e-6
 model = nn.remat(Layer)()
 jax.grad(remat_jax.checkpoint_blocks(lambda x: model.apply({}, x), {Layer: "full"}))(1.0)
-rules = {"custom_lin", "call_hi_primitive_linearized", "<class 'jax._src.core.ShapedArray'>"}
-assert ours() == {"bind", "__call__", "_insert_reduce_precision", *rules}, ours()
+rules = {"custom_lin", "call_hi_primitive_linearized"}
+assert ours() == {"bind", "__call__", *rules}, ours()
 """
 
 

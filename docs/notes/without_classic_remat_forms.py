@@ -347,9 +347,16 @@ def of_linear_part(bind: Any, block: Any, *, prevent_cse: bool, rows: Any, stayi
     return compat.block_function(run, rule)
 
 
-def switched() -> contextlib.AbstractContextManager[Any]:
-    """Inside this context the checkpoint of a block is `remat_jax`'s own primitive."""
-    return mock.patch.object(heart, "_OWN_REGION", True)
+def bind_classic(jaxpr: Any, args: Any, *, policy: Any, prevent_cse: bool) -> list[Any]:
+    """A region of JAX's classic rematerialisation, with the body `jaxpr`."""
+    body, consts = compat.hoist_consts(jaxpr)
+    params = {"jaxpr": body.jaxpr, "prevent_cse": prevent_cse, "differentiated": False, "policy": policy}
+    return list(ad_checkpoint.remat_p.bind(*consts, *args, **params))
+
+
+def classic() -> contextlib.AbstractContextManager[Any]:
+    """Inside this context the checkpoint of a block is a region of JAX."""
+    return mock.patch.object(compat, "bind_region", bind_classic)
 
 
 @contextlib.contextmanager
@@ -378,7 +385,7 @@ def whole(function: Any) -> contextlib.AbstractContextManager[None]:
 
 
 FORMS: dict[str, Form] = {
-    "classic": contextlib.nullcontext,
+    "classic": classic,
     "a0 primitive, linear part": lambda: part(bind_primitive),
     "a1 hijax, linear part": lambda: part(bind_hijax),
     "a2 hijax, block": lambda: whole(of_hijax),
@@ -387,5 +394,5 @@ FORMS: dict[str, Form] = {
     "c1 remat3, linearisation": lambda: part(bind_remat3),
     "c2 remat3, block": lambda: whole(of_remat3),
     "c3 custom remat": lambda: whole(of_custom_remat),
-    "d own region": switched,
+    "d own region": contextlib.nullcontext,
 }

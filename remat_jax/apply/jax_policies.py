@@ -40,7 +40,7 @@ def jax_policy(policy: Any) -> JaxPolicy:
             "jax.ad_checkpoint.checkpoint_name and select that name."
         )
     compat.require_named_policies()
-    compat.install_hooks()
+    compat.saved_exactly.keep()
     return _JaxPolicy(checked)
 
 

@@ -48,16 +48,14 @@ from remat_jax.compat.jits import is_jax_jit as is_jax_jit
 from remat_jax.compat.jits import jit_of as jit_of
 from remat_jax.compat.jits import jitted_like as jitted_like
 from remat_jax.compat.jits import without_compiler_options as without_compiler_options
-from remat_jax.compat.own_region import bind_region as bind_region
 from remat_jax.compat.policy_objects import OFFLOAD as OFFLOAD
 from remat_jax.compat.policy_objects import Selects as Selects
 from remat_jax.compat.policy_objects import names_in as names_in
 from remat_jax.compat.policy_objects import offloaded_by as offloaded_by
 from remat_jax.compat.policy_objects import selected_in as selected_in
 from remat_jax.compat.policy_objects import selects as selects
-from remat_jax.compat.rematerialisation import bind_checkpoint as bind_checkpoint
-from remat_jax.compat.rematerialisation import bind_established as bind_established
-from remat_jax.compat.rematerialisation import binding_ours as binding_ours
+from remat_jax.compat.region import bind_established as bind_established
+from remat_jax.compat.region import bind_region as bind_region
 from remat_jax.compat.rematerialisation import block_function as block_function
 from remat_jax.compat.rematerialisation import blocks_around_which as blocks_around_which
 from remat_jax.compat.rematerialisation import checkpoint_parts as checkpoint_parts
@@ -73,6 +71,7 @@ from remat_jax.compat.rematerialisation import remat3 as remat3
 from remat_jax.compat.rematerialisation import replaces_checkpoints as replaces_checkpoints
 from remat_jax.compat.rematerialisation import unnamed as unnamed
 from remat_jax.compat.rematerialisation import view as view
+from remat_jax.compat.saved_exactly import saved_exactly as saved_exactly
 from remat_jax.compat.tracing import axes_of_vmaps as axes_of_vmaps
 from remat_jax.compat.tracing import block_settings as block_settings
 from remat_jax.compat.tracing import bound_axes as bound_axes

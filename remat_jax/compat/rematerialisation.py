@@ -9,15 +9,12 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import config as _config
-from jax._src import core as _core
 from jax._src.interpreters import partial_eval as _pe
-from jax._src.interpreters import remat as _remat
 
 from remat_jax.compat.equations import body_of_call, given_name, kind, parameters
-from remat_jax.compat.jaxprs import closed, eqn_context, hoist_consts, jaxpr_function, linear_parts_are_batched
+from remat_jax.compat.jaxprs import closed, jaxpr_function, linear_parts_are_batched
 from remat_jax.compat.patches import Patch
 from remat_jax.compat.tracing import established_forms, setting, traced_for, traces
 from remat_jax.errors import UnsupportedError
@@ -85,23 +82,6 @@ def named(value: Any, name: str) -> Any:
         return _ad_checkpoint.checkpoint_name(value, name)
 
 
-def bind_established(eqn: Any, body: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluate the `jax_remat3` region `eqn`, with the closed jaxpr `body`, under the established rematerialisation."""
-    params = parameters(eqn)
-    prevent = params.get("prevent_cse", True)
-    with eqn_context(eqn), established_forms():
-        prevents = prevent if isinstance(prevent, bool) else any(prevent)
-        return list(jax.checkpoint(jaxpr_function(body), policy=params["policy"], prevent_cse=prevents)(*inputs))
-
-
-def bind_checkpoint(jaxpr: Any, args: Sequence[Any], *, policy: Any, prevent_cse: bool) -> list[Any]:
-    """`jax.checkpoint` of a traced program: evaluate the closed `jaxpr` on `args` as one region."""
-    body, consts = hoist_consts(jaxpr)
-    params = {"jaxpr": body.jaxpr, "prevent_cse": prevent_cse, "differentiated": False, "policy": policy}
-    with binding_ours():
-        return list(_ad_checkpoint.remat_p.bind(*consts, *args, **params))
-
-
 def _keeps_nothing(*_: Any, **__: Any) -> bool:
     """The policy of `chunk_checkpoint`; `is_chunk_policy` recognises the function object."""
     return False
@@ -132,14 +112,6 @@ def region_replaced_by(evaluate: Callable[[Any, Sequence[Any]], list[Any]] | Non
     return setting(_replacement, evaluate)
 
 
-_binding_ours: ContextVar[bool] = ContextVar("binding_ours", default=False)
-
-
-def binding_ours() -> contextlib.AbstractContextManager[None]:
-    """Checkpoint regions that are bound inside this context count as regions of `remat_jax`."""
-    return setting(_binding_ours, True)
-
-
 _gives_way: list[Callable[[Any], bool]] = []
 
 
@@ -149,7 +121,7 @@ def let_checkpoints_give_way(gives_way: Callable[[Any], bool]) -> None:
 
 
 def _give_way(body: Any) -> bool:
-    return not _binding_ours.get() and any(gives_way(body) for gives_way in _gives_way)
+    return any(gives_way(body) for gives_way in _gives_way)
 
 
 def _bind_or_evaluate(bind: Callable[..., Any]) -> Callable[..., list[Any]]:
@@ -184,7 +156,7 @@ _REGIONS_BOUND = Patch(
 """Checkpoint regions may be evaluated without their checkpoint, or in another way (`region_replaced_by`).
 
 The functions are replaced that JAX calls after tracing a region (of `jax.checkpoint`, `nnx.remat`, or `nn.remat` under a scan).
-Regions that are already differentiated, and regions that `remat_jax` binds, are unaffected.
+Regions that are already differentiated are unaffected.
 """
 
 
@@ -192,10 +164,9 @@ def install_hooks() -> None:
     """Replace some functions of JAX, which has no hooks there, from now on. The first policy does this, and no import.
 
     The replacements stay: a function that was traced under a policy may be put into a checkpoint, differentiated or batched
-    at any later time. Without blocks of this package, checkpoint regions are unaffected, except that they save arrays of
-    more dtypes exactly.
+    at any later time. Without blocks of this package, checkpoint regions are unaffected.
     """
-    for patch in (_REGIONS_BOUND, _SAVED_EXACTLY, linear_parts_are_batched):
+    for patch in (_REGIONS_BOUND, linear_parts_are_batched):
         patch.keep()
 
 
@@ -213,48 +184,6 @@ def effects_explained(jaxpr: Any) -> Iterator[None]:
             "io_callback. Use jax.debug.callback (it runs once in each pass) or jax.pure_callback, or return the "
             "array from the block and call io_callback outside"
         ) from error
-
-
-def _is_saved_exactly(aval: Any) -> bool:
-    """Whether JAX's rounding of saved arrays is left out for an array of the type `aval`."""
-    if not isinstance(aval, _core.ShapedArray) or not jnp.issubdtype(aval.dtype, jnp.inexact):
-        return False
-    return jnp.iscomplexobj(aval) or jnp.finfo(aval.dtype).bits < 16
-
-
-def _rounding_where_exact(insert: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(insert)
-    def insert_where_exact(jaxpr: Any, num_res: int) -> Any:
-        residuals = jaxpr.outvars[len(jaxpr.outvars) - num_res :]
-        rounded = [var for var in residuals if not _is_saved_exactly(var.aval)]
-        if len(rounded) == len(residuals):
-            return insert(jaxpr, num_res)
-        # The inserted equations keep the variables of the outputs.
-        result = insert(_with_outputs(jaxpr, rounded), len(rounded))
-        return _with_outputs(result, jaxpr.outvars)
-
-    return insert_where_exact
-
-
-def _rounded_where_exact(round_saved: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda aval, value: value if _is_saved_exactly(aval) else round_saved(aval, value)
-
-
-_SAVED_EXACTLY = Patch(
-    (_ad_checkpoint, "_insert_reduce_precision", _rounding_where_exact),
-    (_remat.reduce_precision_handlers, _core.ShapedArray, _rounded_where_exact),
-)
-"""Checkpoint regions save arrays of float8, float4 and complex dtypes unchanged, as they save integers.
-
-JAX rounds each saved array by `reduce_precision` to the exponent and mantissa of its own dtype, because XLA may compute
-float32, float16 and bfloat16 with excess precision. For other dtypes this is no identity: in float8 and float4, it rounds
-subnormals to zero and overflows above the largest power of two, for example above 256 in `float8_e4m3fn`; it rejects complex
-numbers. So the function that inserts the rounding is replaced, and its counterpart of `jax_remat3`.
-"""
-
-
-def _with_outputs(jaxpr: Any, outputs: Sequence[Any]) -> Any:
-    return jaxpr.replace(outvars=list(outputs), debug_info=jaxpr.debug_info.with_unknown_names())
 
 
 # In a jaxpr, the name of a checkpointed block's function marks the block. The name also says whether the block replaces the

@@ -48,9 +48,6 @@ from remat_jax.policy import Candidate, JaxPolicy, Policy
 
 Function = Callable[..., list[Any]]
 
-_OWN_REGION = False
-"""Whether a block's checkpoint is a primitive of this package (`compat.own_region`) instead of JAX's `jax.checkpoint`."""
-
 
 @dataclass(frozen=True)
 class BlockUnderPolicy:
@@ -172,7 +169,7 @@ class BlockUnderPolicy:
         compat.install_hooks()
         if not isinstance(self.policy, Policy):
             assert not rows, "a JAX policy could save a row that is read from its stack"
-            return _checkpoint(compat.jaxpr_function(self.jaxpr), self.policy, prevent_cse)
+            return functools.partial(_region, self.jaxpr, self.policy, prevent_cse)
         size, bound = len(self.jaxpr.in_avals), compat.bound_axes()
 
         def run(*primals: Any) -> list[Any]:
@@ -194,8 +191,7 @@ class BlockUnderPolicy:
                 # Rows must be read inside the checkpoint, or they would become residuals.
                 with compat.established_forms():
                     linearised = jax.make_jaxpr(_reading(compat.jaxpr_function(linearised), size, rows))(*operands)
-            bind = compat.bind_region if _OWN_REGION else compat.bind_checkpoint
-            results = bind(linearised, operands, policy=policy, prevent_cse=prevent_cse)
+            results = compat.bind_region(linearised, operands, policy=policy, prevent_cse=prevent_cse)
             outputs, changes = results[: len(self.jaxpr.out_avals)], iter(results[len(self.jaxpr.out_avals) :])
             changes = map(transposed_once, changes) if once else changes
             return outputs, [next(changes) if is_smooth(out) else zero_tangent(out) for out in outputs]
@@ -257,12 +253,8 @@ def block_under_policy(jaxpr: ClosedJaxpr, policy: Policy | JaxPolicy, path: str
         return BlockUnderPolicy(jaxpr, name_block(jaxpr, path, inputs), policy)
 
 
-def _checkpoint(function: Function, policy: JaxPolicy | None, prevent_cse: bool) -> Function:
-    def run(*args: Any) -> list[Any]:
-        with compat.established_forms(), compat.binding_ours():
-            return list(jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)(*args))
-
-    return run
+def _region(jaxpr: ClosedJaxpr, policy: JaxPolicy | None, prevent_cse: bool, *args: Any) -> list[Any]:
+    return compat.bind_region(jaxpr, args, policy=policy, prevent_cse=prevent_cse)
 
 
 def _reading(function: Function, size: int, rows: Sequence[int]) -> Function:

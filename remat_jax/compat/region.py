@@ -1,7 +1,7 @@
-"""A checkpoint region that is a primitive of this package, not of JAX. `core.block` has a switch for it, which is off.
+"""The checkpoint region of a block: a primitive of this package, not of JAX.
 
-It does what a region of `jax.checkpoint` does, without JAX's established rematerialisation. Its rules call JAX's partial
-evaluation, transposition and batching of jaxprs, as the rules of `scan` and `cond` do:
+It does what a region of `jax.checkpoint` does, without JAX's established rematerialisation or its successor. Its rules call
+JAX's partial evaluation, transposition and batching of jaxprs, as the rules of `scan` and `cond` do:
 
     (y, ẏ) = region(x, ẋ)
     y, r = f(x);  ẏ = region(r, x, ẋ)    partially evaluated: the backward pass reads only the kept arrays r and the inputs x
@@ -24,6 +24,7 @@ from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import partial_eval as _pe
 
 from remat_jax.compat import rules
+from remat_jax.compat.equations import parameters
 from remat_jax.compat.jaxprs import (
     batched,
     bind,
@@ -46,13 +47,22 @@ def bind_region(jaxpr: Any, args: Sequence[Any], *, policy: Any, prevent_cse: bo
         return region_p.bind(*consts, *args, **params)
 
 
+def bind_established(eqn: Any, body: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Evaluate the `jax_remat3` region `eqn`, with the closed jaxpr `body`, as a region of this package."""
+    params = parameters(eqn)
+    prevent = params.get("prevent_cse", True)
+    prevents = prevent if isinstance(prevent, bool) else any(prevent)
+    with eqn_context(eqn):
+        return bind_region(body, inputs, policy=params["policy"], prevent_cse=prevents)
+
+
 def _evaluate(*args: Any, jaxpr: Any, prevent_cse: bool, differentiated: bool, **_: Any) -> list[Any]:
     operands = optimization_barrier(list(args)) if differentiated and prevent_cse else args
     with jax.named_scope("checkpoint"):
         return list(jaxpr_function(closed(jaxpr))(*operands))
 
 
-region_p = new_primitive("own_region", _evaluate)
+region_p = new_primitive("checkpoint_region", _evaluate)
 
 
 @region_p.def_impl

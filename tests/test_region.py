@@ -1,9 +1,9 @@
-"""Tests of blocks, again with the checkpoint region of this package in place of JAX's (`core.block._OWN_REGION`)."""
+"""A block's checkpoint region: every kind of derivative, `shard_map`, JAX's own checkpoints around it, effects."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,33 +15,14 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import UnsupportedError
-from tests import test_remat
 from tests.small_models import Attention, Mlp, assert_same, make_loss, times
-
-pytestmark = pytest.mark.usefixtures("own_region")
-# The tests of this module run here, too.
-globals().update({name: value for name, value in vars(test_remat).items() if name.startswith("test_")})
-
-
-@pytest.fixture
-def own_region(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    jax.clear_caches()
-    monkeypatch.setattr("remat_jax.core.block._OWN_REGION", True)
-    yield
-    jax.clear_caches()
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("policy", ["full", "dots"])
-def test_the_program_has_no_region_of_jax(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def regions() -> tuple[int, int]:
-        loss, params, x = make_loss(rj.remat(Mlp, policy), scanned=True)
-        return times("own_region", jax.grad(loss), params, x), times("remat2", jax.grad(loss), params, x)
-
-    assert regions() == (1, 0)
-    monkeypatch.setattr("remat_jax.core.block._OWN_REGION", False)
-    jax.clear_caches()
-    assert regions() == (0, 1)
+@pytest.mark.parametrize("policy", ["full", jax.checkpoint_policies.dots_saveable])
+def test_a_block_needs_no_region_of_jax(policy: Any) -> None:
+    loss, params, x = make_loss(rj.remat(Mlp, policy), scanned=True)
+    assert [times(region, jax.grad(loss), params, x) for region in ("checkpoint_region", "remat2")] == [1, 0]
 
 
 @pytest.mark.versions
