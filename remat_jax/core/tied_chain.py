@@ -108,28 +108,35 @@ def run_tied(run: Block, block: BlockUnderPolicy, values: Sequence[Any], offers:
         handed = _handed(run, block, values, live, offers) if block.offloaded else []
         taken = _take(list(values))
         if handed or taken:
-            return _run_linked(run, *(taken or (list(values), [], ())), handed, len(block.jaxpr.out_avals), offers)
+            return _run_linked(run, taken or _Taken(list(values)), handed, len(block.jaxpr.out_avals), offers)
     return list(tied(run, offers, waits=waits)(*values) if block.offloaded else run(*values))
 
 
-def _run_linked(
-    run: Block,
-    values: list[Any],
-    before: list[Any],
-    readings: Links,
-    handed: Sequence[_Handed],
-    size: int,
-    offers: Sequence[Offer],
-) -> list[Any]:
+@dataclass(frozen=True)
+class _Taken:
+    """What a block takes from a link.
+
+    Attributes:
+      values: the block's arguments, with loose outputs in place of tied ones.
+      before: the previous block's arrays, on the host.
+      readings: an entry for each of these (`ties.Links`).
+    """
+
+    values: list[Any]
+    before: Sequence[Any] = ()
+    readings: Links = ()
+
+
+def _run_linked(run: Block, taken: _Taken, handed: Sequence[_Handed], size: int, offers: Sequence[Offer]) -> list[Any]:
     types = [array.aval for array in handed]
 
     def body(*operands: Any) -> list[Any]:
-        outputs = list(run(*operands[: len(values)]))
+        outputs = list(run(*operands[: len(taken.values)]))
         return [*outputs, *outputs, *map(host_zeros, types), *map(ghost, types)]
 
-    operands = [*values, *before]
+    operands = [*taken.values, *taken.before]
     jaxpr = jax.make_jaxpr(body)(*operands)
-    results = linked_block_p.bind(*operands, jaxpr=jaxpr, before=readings, handed=len(handed), offers=tuple(offers))
+    results = linked_block_p.bind(*operands, jaxpr=jaxpr, before=taken.readings, handed=len(handed), offers=tuple(offers))
     by_place = {offer.place: offer.reading for offer in offers}
     handed_readings = tuple(None if array.place is None else by_place[array.place] for array in handed)
     _leave(results[:size], results[size : 2 * size], list(results[2 * size :]), handed_readings)
@@ -211,15 +218,15 @@ def _differentiated(value: Any) -> bool:
     return type(value).__name__ in ("LinearizeTracer", "JVPTracer") and compat.is_staged(value)
 
 
-def _take(values: list[Any]) -> tuple[list[Any], list[Any], Links] | None:
-    """Take the newest link of `values`. Returns `(values with loose outputs, arrays on the host, their readings)`, or None."""
+def _take(values: list[Any]) -> _Taken | None:
+    """Take the newest link of `values`, if there is one."""
     here = jex.get_opaque_trace_state()
     for link in reversed(_links.get()):
         loose = ByIdentity((output(), other) for output, other in link.outputs)
         if link.trace == here and any(value in loose for value in values):
             before = link.values
             link.clear()
-            return [loose.get(value, value) for value in values], before, link.readings
+            return _Taken([loose.get(value, value) for value in values], before, link.readings)
     return None
 
 
@@ -287,43 +294,55 @@ def _jvp(
     ghosts = tangents[number + len(before) :]
     chained = bool(before) and all(map(_is_live, ghosts))
     others = list(primals[number : number + len(before)]) if chained else []
-    loose, once_tied, residuals, others = _leave_forward(outputs, residuals, others, hands_on)
-    on_host = list(filter(can_be_handed, residuals)) if hands_on else list(map(host_zeros, types))
+    end = _end_of_forward(outputs, residuals, others, hands_on)
+    on_host = list(filter(can_be_handed, end.residuals)) if hands_on else list(map(host_zeros, types))
     changes, ghost_changes = bind_linear(
         held,
-        residuals,
+        end.residuals,
         outputs,
         [tangents[index] for index in live],
-        others=(*others, *ghosts) if chained else (),
+        others=(*end.others, *ghosts) if chained else (),
         before=before if chained else (),
         handed=tuple(jax.typeof(ghost(aval)) for aval in types) if hands_on else (),
     )
     own_ghosts = [ghost(aval) for aval in types]
     ghost_changes = ghost_changes if hands_on else list(map(_zero, own_ghosts))
     output_changes = [changes.get(index, _zero(out)) for index, out in enumerate(outputs)]
-    results = [*once_tied, *loose, *on_host, *own_ghosts]
+    results = [*end.tied, *end.loose, *on_host, *own_ghosts]
     return results, [*output_changes, *output_changes, *map(_zero, on_host), *ghost_changes]
 
 
-def _leave_forward(
-    outputs: list[Any], residuals: list[Any], others: list[Any], hands_on: bool
-) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    """Tie the end of the forward pass. Returns `(loose outputs, outputs tied to the copies, residuals, others)`.
+@dataclass(frozen=True)
+class _EndOfForward:
+    """The arrays at the tied end of a forward pass.
 
-    The outputs wait for the `others`, the previous block's arrays on the host. The backward pass must read the `others` that
-    are returned here: XLA drops an operand of a barrier if its result is unread, and then the outputs would not wait for it.
+    Attributes:
+      loose: the outputs, which wait only for `others`.
+      tied: the outputs, which also wait for the block's copies to the host.
+      residuals: the block's residuals.
+      others: the previous block's arrays on the host. The backward pass must read these: XLA drops an operand of a barrier if
+        its result is unread, and then the outputs would not wait for it.
     """
+
+    loose: list[Any]
+    tied: list[Any]
+    residuals: list[Any]
+    others: list[Any]
+
+
+def _end_of_forward(outputs: list[Any], residuals: list[Any], others: list[Any], hands_on: bool) -> _EndOfForward:
+    """Tie the end of the forward pass. `others` are the previous block's arrays on the host."""
     if not hands_on:
         outputs, residuals, others = compat.optimization_barrier((outputs, residuals, others))
         outputs = compat.held(outputs, others)
-        return outputs, outputs, residuals, others
+        return _EndOfForward(outputs, outputs, residuals, others)
     on_host = {place: residual for place, residual in enumerate(residuals) if can_be_handed(residual)}
     kept = {place: residual for place, residual in enumerate(residuals) if place not in on_host}
     outputs, kept, others = compat.optimization_barrier((outputs, kept, others))
     outputs = compat.held(outputs, others)
     once_tied, on_host = compat.optimization_barrier((outputs, on_host))
     once_tied = compat.held(once_tied, in_order(on_host))
-    return outputs, once_tied, in_order(kept | on_host), others
+    return _EndOfForward(outputs, once_tied, in_order(kept | on_host), others)
 
 
 def _batch(
