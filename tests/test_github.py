@@ -9,6 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from remat_jax.cli.app import app
+from tests.versions import VERSIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 GITHUB = ROOT / ".github"
@@ -54,8 +55,10 @@ def test_the_command_that_they_ask_for_works_by_itself() -> None:
 
 
 def test_the_workflow_runs_what_a_developer_runs() -> None:
-    workflow = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())
-    (job,) = workflow["jobs"].values()
-    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
-    assert job["steps"][0]["with"]["fetch-depth"] == 0, "without tags there is no version"
+    jobs = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())["jobs"]
+    assert [step["run"] for step in jobs["all"]["steps"] if "run" in step] == [".ci/run"]
+    for job in jobs.values():
+        assert job["steps"][0]["with"]["fetch-depth"] == 0, "without tags there is no version"
+    rows = {(row["jax"], row["flags"]) for row in jobs["versions"]["strategy"]["matrix"]["include"]}
+    assert rows == {(version.jax, version.flag_names) for version in VERSIONS}
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
