@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from flax.errors import TraceContextError
+from jax.extend.core import ClosedJaxpr
 
 from remat_jax import compat
 from remat_jax.apply import gradients, haiku, linen, nnx, pytrees, scope
@@ -140,7 +141,7 @@ def _differentiated_in_reused(
     return before[key]
 
 
-def _has_jitted_parts(jaxpr: Any) -> bool:
+def _has_jitted_parts(jaxpr: ClosedJaxpr) -> bool:
     """Whether a `jit` in the closed `jaxpr` has checkpoints or scans."""
     jitted = (body for eqn in equations(jaxpr) if compat.kind(eqn) == "jit" for body in bodies(eqn))
     return any(compat.is_checkpoint(eqn) or eqn.primitive.name == "scan" for body in jitted for eqn in equations(body))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from remat_jax import compat
 
@@ -59,7 +60,7 @@ def inside_gradient() -> contextlib.AbstractContextManager[None]:
     return compat.setting(_depth, _depth.get() + 1)
 
 
-def note(jaxpr: Any, outputs: Any, scope: str | None) -> None:
+def note(jaxpr: ClosedJaxpr, outputs: Any, scope: str | None) -> None:
     """Note the gradient of a traced function whose differentiated outputs are `outputs`."""
     notes = _noted.get()
     if notes is None or scope is None:
@@ -70,7 +71,7 @@ def note(jaxpr: Any, outputs: Any, scope: str | None) -> None:
     notes.append(Gradient(jaxpr, types[: len(consts)], types[len(consts) :], count, scope, _where(jaxpr)))
 
 
-def _where(jaxpr: Any) -> str:
+def _where(jaxpr: ClosedJaxpr) -> str:
     if _depth.get():
         return "inside another gradient (a gradient penalty, a derivative along the inputs)"
     if compat.in_part_of_arrays():

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
@@ -147,7 +148,7 @@ def gradients_of(
     return gradients, jaxpr, records[-1]
 
 
-def _rounds(jaxpr: Any, scope: str) -> int:
+def _rounds(jaxpr: ClosedJaxpr, scope: str) -> int:
     """How often the equations in a named scope run; 0 if there are none."""
     if any(scope in compat.scopes(eqn) for eqn in jaxpr.jaxpr.eqns):
         return 1

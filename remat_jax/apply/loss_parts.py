@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.core import is_smooth
@@ -91,7 +92,7 @@ class TracedLoss:
       total: the bytes of all residuals without checkpoints.
     """
 
-    def __init__(self, seen: Calls, jaxpr: Any, trained: range, outputs: int) -> None:
+    def __init__(self, seen: Calls, jaxpr: ClosedJaxpr, trained: range, outputs: int) -> None:
         self._calls = seen
         self._readers: dict[Any, dict[Any, list[Any]]] = {}
         opened = retrace(jaxpr, lambda *values: self._opened(jaxpr, values)[:outputs])
@@ -103,16 +104,16 @@ class TracedLoss:
         self._add_calls()
         self.total = self._add_residuals(opened, trained)
 
-    def _opened(self, jaxpr: Any, values: Sequence[Any], around: Set[str] = frozenset()) -> list[Any]:
+    def _opened(self, jaxpr: ClosedJaxpr, values: Sequence[Any], around: Set[str] = frozenset()) -> list[Any]:
         """`jaxpr` on `values` without checkpoints; each checkpoint and each iteration of a scan in a scope of its own.
 
         Only the outermost ones have a scope: `around` are the kinds that are around `jaxpr`.
         """
 
-        def scope(part: str, eqn: Any) -> AbstractContextManager[Any]:
+        def scope(part: str, eqn: JaxprEqn) -> AbstractContextManager[Any]:
             return contextlib.nullcontext() if part in around else self._calls.scope(part, compat.source_line(eqn))
 
-        def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
+        def visit(eqn: JaxprEqn, inputs: list[Any]) -> list[Any] | None:
             if compat.is_checkpoint(eqn) and not compat.is_chunk_policy(compat.parameters(eqn).get("policy")):
                 with compat.eqn_context(eqn), scope(CHECKPOINTS, eqn):
                     return self._opened(compat.checkpoint_parts(eqn)[0], inputs, around | {CHECKPOINTS})
@@ -130,7 +131,7 @@ class TracedLoss:
 
         return interpret(jaxpr, values, visit)
 
-    def _count(self, jaxpr: Any, rounds: int, outer: tuple[str, ...]) -> None:
+    def _count(self, jaxpr: ClosedJaxpr, rounds: int, outer: tuple[str, ...]) -> None:
         """Count how often each call runs, and collect the chains of calls that are inside each other."""
         here: set[str] = set()
         for eqn in jaxpr.jaxpr.eqns:
@@ -157,7 +158,7 @@ class TracedLoss:
             for outer in set.intersection(*outside) - {block}:
                 self.found[outer].inside.add(block)
 
-    def _add_residuals(self, jaxpr: Any, trained: range) -> int:
+    def _add_residuals(self, jaxpr: ClosedJaxpr, trained: range) -> int:
         """Add the bytes of residuals inside the calls; return the bytes of all residuals."""
         places = [place for place in trained if is_smooth(jaxpr.in_avals[place])]
 
@@ -192,7 +193,7 @@ class TracedLoss:
         self._take_off_inputs(closed, 1, (), kept | {*linear.invars, *linear.constvars})
         return total
 
-    def _take_off_inputs(self, jaxpr: Any, rounds: int, outer: tuple[str, ...], free: set[Any]) -> None:
+    def _take_off_inputs(self, jaxpr: ClosedJaxpr, rounds: int, outer: tuple[str, ...], free: set[Any]) -> None:
         """Subtract the bytes of the calls' inputs. `free` are the variables that are kept anyway, and arguments."""
         inputs: dict[str, dict[Any, None]] = defaultdict(dict)
         made: dict[str, set[Any]] = defaultdict(set)
@@ -241,7 +242,7 @@ class TracedLoss:
 
 
 def _inside(
-    eqn: Any, body: Any, rounds: int, chain: tuple[str, ...], views: set[Any], kept: set[Any]
+    eqn: JaxprEqn, body: ClosedJaxpr, rounds: int, chain: tuple[str, ...], views: set[Any], kept: set[Any]
 ) -> tuple[int, tuple[str, ...], set[Any]]:
     """The arguments of `_take_off_inputs` for `body`, a body of `eqn`."""
     free = [hasattr(atom, "val") or atom in views for atom in eqn.invars]
@@ -256,7 +257,7 @@ def _inside(
     return rounds, chain, kept | inner | {*body.jaxpr.constvars}
 
 
-def _leaves(body: Any, var: Any, eqn: Any) -> bool:
+def _leaves(body: Jaxpr, var: Any, eqn: JaxprEqn) -> bool:
     """Whether `var` is a result of `body`, the body of `eqn`, and not only an array for the backward pass."""
     if eqn.primitive.name == "scan":
         return var in body.outvars[: compat.scan_layout(eqn)[1]]

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.core.block import is_smooth
@@ -64,7 +66,7 @@ def noting_regions() -> Iterator[list[Any]]:
         yield regions
 
 
-def _gives_way(body: Any) -> bool:
+def _gives_way(body: ClosedJaxpr) -> bool:
     """Whether the policy of a block in `body` replaces the checkpoint region around `body`. Counts replaced regions."""
     regions = _regions.get()
     if regions is not None:
@@ -94,7 +96,7 @@ RunBlock = Callable[[Any, list[bool], Sequence[Any], bool], list[Any]]
 """`run(body, inputs, values, looped)` evaluates a block under its policy. `looped`: whether a scan is around the body."""
 
 
-def in_place(jaxpr: Any, policy: Any, inputs: Sequence[bool], values: Sequence[Any], run: RunBlock) -> list[Any]:
+def in_place(jaxpr: ClosedJaxpr, policy: Any, inputs: Sequence[bool], values: Sequence[Any], run: RunBlock) -> list[Any]:
     """The block `jaxpr` on `values`, under its policy.
 
     If the whole block is one checkpoint region of the model, the policy takes the region's place. A `jit` or a scan may be
@@ -110,13 +112,13 @@ def in_place(jaxpr: Any, policy: Any, inputs: Sequence[bool], values: Sequence[A
     return _inside(jaxpr, inputs, values, run, False)
 
 
-def _inside(jaxpr: Any, inputs: Sequence[bool], values: Sequence[Any], run: RunBlock, looped: bool) -> list[Any]:
+def _inside(jaxpr: ClosedJaxpr, inputs: Sequence[bool], values: Sequence[Any], run: RunBlock, looped: bool) -> list[Any]:
     if not _is_region(jaxpr):
         return run(jaxpr, list(inputs), values, looped)
     whole = _whole(jaxpr)
     flags = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
 
-    def visit(eqn: Any, operands: list[Any]) -> list[Any] | None:
+    def visit(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
         selected = [not hasattr(atom, "val") and flags.get(atom, False) for atom in eqn.invars]
         if eqn is not whole:
             flags.update(dict.fromkeys(eqn.outvars, any(selected)))
@@ -129,14 +131,14 @@ def _inside(jaxpr: Any, inputs: Sequence[bool], values: Sequence[Any], run: RunB
     return interpret(jaxpr, values, visit)
 
 
-def _whole(jaxpr: Any) -> Any:
+def _whole(jaxpr: ClosedJaxpr) -> Any:
     """The only equation that computes floating-point arrays, if it is a checkpoint region, a `jit` or a scan; else None."""
     smooth = [eqn for eqn in jaxpr.jaxpr.eqns if any(is_smooth(var.aval) for var in eqn.outvars)]
     around = len(smooth) == 1 and (compat.is_checkpoint(smooth[0]) or smooth[0].primitive.name in ("jit", "pjit", "scan"))
     return smooth[0] if around and not compat.is_chunk_policy(smooth[0].params.get("policy")) else None
 
 
-def _is_region(jaxpr: Any) -> bool:
+def _is_region(jaxpr: ClosedJaxpr) -> bool:
     """Whether the whole `jaxpr` is one checkpoint region, maybe inside a `jit` or a scan."""
     whole = _whole(jaxpr)
     return whole is not None and (compat.is_checkpoint(whole) or _is_region(bodies(whole)[0]))

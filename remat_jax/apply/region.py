@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from flax.errors import TraceContextError
+from jax.extend.core import ClosedJaxpr
 
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
@@ -52,7 +53,7 @@ def run_block(
     if is_off(policy):
         return function(parameters, *args, **kwargs)
 
-    def run(jaxpr: Any, inputs: Sequence[bool], values: Sequence[Any], looped: bool) -> list[Any]:
+    def run(jaxpr: ClosedJaxpr, inputs: Sequence[bool], values: Sequence[Any], looped: bool) -> list[Any]:
         return run_jaxpr(jaxpr, policy, path, inputs, values, audit, has_parameters=has_parameters, looped=looped or None)
 
     transform = haiku_transform()
@@ -82,7 +83,7 @@ def run_block(
     return outputs_of(in_place(jaxpr, policy, is_input, values, run))
 
 
-def _from_parameters(jaxpr: Any, values: Sequence[Any], size: int) -> tuple[Any, list[Any]]:
+def _from_parameters(jaxpr: ClosedJaxpr, values: Sequence[Any], size: int) -> tuple[Any, list[Any]]:
     """The closed `jaxpr` as a function of the arrays from which `values` were made, and these arrays.
 
     A checkpoint keeps its inputs. If an input is a named copy of an array, or a view of a parameter (one of the first `size`
@@ -136,7 +137,7 @@ def _in_haiku(
         with compat.region_replaced_by(None), unlinked():
             return of_values(*values)
 
-    def as_block(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+    def as_block(jaxpr: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
         jaxpr, consts = compat.hoist_consts(jaxpr)
         is_input = [any(operand is value for value in inputs) for operand in operands]
         return in_place(jaxpr, policy, [False] * len(consts) + is_input, [*consts, *operands], run)
@@ -146,7 +147,7 @@ def _in_haiku(
 
 
 def run_jaxpr(
-    jaxpr: Any,
+    jaxpr: ClosedJaxpr,
     policy: RegionPolicy,
     path: str,
     inputs: Sequence[bool],

@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable, Sequence, Set
 from typing import Any, ParamSpec, TypeVar, cast
 
+from jax.extend.core import ClosedJaxpr
+
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
@@ -78,7 +80,7 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
     return replanned
 
 
-def with_marked_parts(jaxpr: Any, blocks: Set[Block], record: scope.Record) -> Any:
+def with_marked_parts(jaxpr: ClosedJaxpr, blocks: Set[Block], record: scope.Record) -> Any:
     """The closed `jaxpr` with marks for its checkpoint regions and scans, as far as they are among the `blocks`."""
     policies = scope.active()
     if compat.in_solver():  # a linear solver may differentiate its linear function, which is no part of the loss then
@@ -95,13 +97,13 @@ def with_marked_parts(jaxpr: Any, blocks: Set[Block], record: scope.Record) -> A
     return jaxpr
 
 
-def _under(policy: RegionPolicy, audit: Audit, jaxpr: Any, values: Sequence[Any], part: str = CHECKPOINTS) -> list[Any]:
+def _under(policy: RegionPolicy, audit: Audit, jaxpr: ClosedJaxpr, values: Sequence[Any], part: str = CHECKPOINTS) -> list[Any]:
     """The closed `jaxpr` on `values`, with its regions under `policy`."""
 
-    def run(body: Any, path: str, inputs: list[bool], values: list[Any], looped: bool) -> list[Any]:
+    def run(body: ClosedJaxpr, path: str, inputs: list[bool], values: list[Any], looped: bool) -> list[Any]:
         return run_jaxpr(body, policy, path, inputs, values, audit, looped=looped or None)
 
-    def run_iteration(body: Any, path: str, inputs: list[bool], values: list[Any], looped: bool) -> list[Any]:
+    def run_iteration(body: ClosedJaxpr, path: str, inputs: list[bool], values: list[Any], looped: bool) -> list[Any]:
         of_body = lambda body, inputs, values, _: run(body, path, list(inputs), list(values), looped)  # noqa: E731
         return in_place(body, policy, inputs, values, of_body)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax.extend import core as jex
+from jax.extend.core import JaxprEqn
 
 
 def is_jaxpr(value: Any) -> bool:
@@ -19,12 +20,12 @@ def is_jaxpr(value: Any) -> bool:
     return isinstance(value, jex.Jaxpr | jex.ClosedJaxpr)
 
 
-def _called_object(eqn: Any) -> Any | None:
+def _called_object(eqn: JaxprEqn) -> Any | None:
     """The object that `eqn` calls; None for other equations, also for the linear part of a called object's derivative."""
     return eqn.params["_prim"] if set(eqn.params) == {"_prim"} else None
 
 
-def parameters(eqn: Any) -> Mapping[str, Any]:
+def parameters(eqn: JaxprEqn) -> Mapping[str, Any]:
     """The parameters of `eqn`, or of the object that it calls; a traced function among them is replaced by its jaxpr."""
     called = _called_object(eqn)
     if called is None:
@@ -36,12 +37,12 @@ def _is_traced_function(value: Any) -> bool:
     return not is_jaxpr(value) and is_jaxpr(getattr(value, "jaxpr", None))
 
 
-def fixed_arguments(eqn: Any) -> Any:
+def fixed_arguments(eqn: JaxprEqn) -> Any:
     """The types of the arguments of the object that `eqn` calls, with the values of its non-differentiable arguments."""
     return getattr(_called_object(eqn), "in_avals", None)
 
 
-def changed_parameters(eqn: Any, changed: Mapping[str, Any]) -> dict[str, Any]:
+def changed_parameters(eqn: JaxprEqn, changed: Mapping[str, Any]) -> dict[str, Any]:
     """`eqn.params` with some of `parameters(eqn)` changed. A new jaxpr must have the types of the jaxpr that it replaces."""
     called = _called_object(eqn)
     if called is None or not changed:
@@ -62,7 +63,7 @@ def changed_parameters(eqn: Any, changed: Mapping[str, Any]) -> dict[str, Any]:
     return {"_prim": other}
 
 
-def kind(eqn: Any) -> str:
+def kind(eqn: JaxprEqn) -> str:
     """What `eqn` does: `checkpoint`, `custom_jvp_call`, `custom_vjp_call`, `jit`, `call` or `name`, whatever its primitive is.
 
     Otherwise the name of its primitive, or of the class of the object that it calls. `custom_jvp_call` and `custom_vjp_call`
@@ -94,31 +95,31 @@ def is_rule(key: str) -> bool:
     return key.startswith("jvp_")
 
 
-def _takes_operands(eqn: Any, params: Mapping[str, Any]) -> bool:
+def _takes_operands(eqn: JaxprEqn, params: Mapping[str, Any]) -> bool:
     """Whether a jaxpr among the parameters has one input for each operand of `eqn`."""
     jaxprs = (getattr(value, "jaxpr", value) for value in params.values() if is_jaxpr(value))
     return any(len(jaxpr.invars) == len(eqn.invars) for jaxpr in jaxprs)
 
 
-def body_of_call(eqn: Any) -> Any:
+def body_of_call(eqn: JaxprEqn) -> Any:
     """The first jaxpr among the parameters of `eqn`, which a call evaluates, as an open jaxpr."""
     value = next(filter(is_jaxpr, parameters(eqn).values()))
     return value.jaxpr if isinstance(value, jex.ClosedJaxpr) else value
 
 
-def is_checkpoint(eqn: Any) -> bool:
+def is_checkpoint(eqn: JaxprEqn) -> bool:
     """Whether `eqn` is a `jax.checkpoint` region, established or of `jax_remat3`."""
     return kind(eqn) == "checkpoint"
 
 
-def has_own_derivative(eqn: Any) -> bool:
+def has_own_derivative(eqn: JaxprEqn) -> bool:
     """Whether JAX differentiates the call `eqn` by a rule of its own, and not by the derivative of the jaxpr inside it."""
     return kind(eqn).startswith(("custom_jvp_call", "custom_vjp_call")) or (
         _called_object(eqn) is not None and not is_checkpoint(eqn) and any(map(is_jaxpr, parameters(eqn).values()))
     )
 
 
-def given_name(eqn: Any) -> str | None:
+def given_name(eqn: JaxprEqn) -> str | None:
     """The name that `jax.ad_checkpoint.checkpoint_name` gave to the output of `eqn`, or None."""
     params = parameters(eqn)
     if set(params) != {"name"} or len(eqn.invars) != 1 or len(eqn.outvars) != 1:
@@ -126,6 +127,6 @@ def given_name(eqn: Any) -> str | None:
     return str(params["name"])
 
 
-def is_of_remat3(eqn: Any) -> bool:
+def is_of_remat3(eqn: JaxprEqn) -> bool:
     """Whether `eqn` is a checkpoint region or a name of `jax_remat3`."""
     return _called_object(eqn) is not None and (is_checkpoint(eqn) or given_name(eqn) is not None)

@@ -28,6 +28,7 @@ from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.interpreters import ad, batching, mlir
 
 from remat_jax.compat.donation import keeping_memories
@@ -52,12 +53,12 @@ def closed(jaxpr: Any) -> Any:
     return jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jex.ClosedJaxpr(jaxpr, [])
 
 
-def like(jaxpr: Any, template: Any) -> Any:
+def like(jaxpr: ClosedJaxpr, template: Any) -> Any:
     """The closed `jaxpr`, as an open jaxpr if `template` is open."""
     return jaxpr if isinstance(template, jex.ClosedJaxpr) else jaxpr.jaxpr
 
 
-def bind(eqn: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
+def bind(eqn: JaxprEqn, inputs: Sequence[Any], **changed: Any) -> list[Any]:
     """Evaluate `eqn` on `inputs` with some of its `parameters` changed, as JAX would. Keeps source lines and name stacks."""
     params = eqn.primitive.get_bind_params(changed_parameters(eqn, changed))
     with eqn_context(eqn):
@@ -66,24 +67,24 @@ def bind(eqn: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def eqn_context(eqn: Any) -> Iterator[None]:
+def eqn_context(eqn: JaxprEqn) -> Iterator[None]:
     """Trace with the source line, name stack and context (mesh, compute type, …) of `eqn`."""
     stack = _source_info.current_name_stack() + eqn.source_info.name_stack
     with _source_info.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
 
 
-def manual_devices(eqn: Any) -> int:
+def manual_devices(eqn: JaxprEqn) -> int:
     """The number of devices over which the `shard_map` equation `eqn` partitions its operands."""
     return math.prod(eqn.params["mesh"].shape[axis] for axis in _manual_axes(eqn))
 
 
-def _manual_axes(eqn: Any) -> Any:
+def _manual_axes(eqn: JaxprEqn) -> Any:
     return eqn.params["newly_manual_axes"] if "newly_manual_axes" in eqn.params else eqn.params["manual_axes"]
 
 
 @contextlib.contextmanager
-def inner_context(eqn: Any) -> Iterator[None]:
+def inner_context(eqn: JaxprEqn) -> Iterator[None]:
     """If `eqn` is a `shard_map`, trace with its mesh axes bound, as in its body; else this context does nothing."""
     if eqn.primitive.name != "shard_map":
         yield
@@ -95,7 +96,7 @@ def inner_context(eqn: Any) -> Iterator[None]:
         yield
 
 
-def scopes(eqn: Any) -> tuple[str, ...]:
+def scopes(eqn: JaxprEqn) -> tuple[str, ...]:
     """The module path of `eqn`: the named scopes of its name stack, except those of `layers_scope`."""
     return tuple(part for part in _all_scopes(eqn) if not _LAYERS.fullmatch(part))
 
@@ -105,7 +106,7 @@ def layers_scope(layers: range | None) -> contextlib.AbstractContextManager[Any]
     return contextlib.nullcontext() if layers is None else jax.named_scope(f"layers[{layers.start}:{layers.stop}]")
 
 
-def layers_of(eqn: Any) -> range | None:
+def layers_of(eqn: JaxprEqn) -> range | None:
     """The layers of the innermost `layers_scope` in which `eqn` was traced; None outside such scopes."""
     matches = [match for part in _all_scopes(eqn) if (match := _LAYERS.fullmatch(part))]
     return range(int(matches[-1][1]), int(matches[-1][2])) if matches else None
@@ -114,7 +115,7 @@ def layers_of(eqn: Any) -> range | None:
 _LAYERS = re.compile(r"layers\[(\d+):(\d+)\]")
 
 
-def _all_scopes(eqn: Any) -> tuple[str, ...]:
+def _all_scopes(eqn: JaxprEqn) -> tuple[str, ...]:
     stack = eqn.source_info.name_stack.stack
     return tuple(part for scope in stack if type(scope).__name__ == "Scope" for part in scope.name.split("/") if part)
 
@@ -136,7 +137,7 @@ def moved_scopes(stack: Any, before: str, path: str) -> Any:
     return type(stack)(tuple(scopes))
 
 
-def with_equations(jaxpr: Any, eqns: Sequence[Any], renamed: Mapping[Any, Any]) -> Any:
+def with_equations(jaxpr: ClosedJaxpr, eqns: Sequence[Any], renamed: Mapping[Any, Any]) -> Any:
     """`jaxpr`, open or closed, with equations `eqns` and outputs mapped by `renamed`; `jaxpr` itself if `eqns` are its own."""
     body = closed(jaxpr).jaxpr
     if len(eqns) == len(body.eqns) and all(map(operator.is_, body.eqns, eqns)):
@@ -146,7 +147,7 @@ def with_equations(jaxpr: Any, eqns: Sequence[Any], renamed: Mapping[Any, Any]) 
     return jex.ClosedJaxpr(changed, jaxpr.consts) if isinstance(jaxpr, jex.ClosedJaxpr) else changed
 
 
-def with_params(eqn: Any, changed: dict[str, Any], name_stack: Any = None, invars: Sequence[Any] | None = None) -> Any:
+def with_params(eqn: JaxprEqn, changed: dict[str, Any], name_stack: Any = None, invars: Sequence[Any] | None = None) -> Any:
     """`eqn` with the `changed` parameters, name stack or inputs; the same object if nothing changes."""
     source, inputs = eqn.source_info, list(eqn.invars) if invars is None else list(invars)
     same_inputs = all(map(operator.is_, eqn.invars, inputs))
@@ -156,7 +157,7 @@ def with_params(eqn: Any, changed: dict[str, Any], name_stack: Any = None, invar
     return eqn.replace(params=changed_parameters(eqn, changed), source_info=source, invars=inputs)
 
 
-def source_line(eqn: Any) -> str:
+def source_line(eqn: JaxprEqn) -> str:
     """The user's line behind `eqn`, as `file:line (function)`: the innermost line outside JAX, Flax and this package."""
     for frame in _source_info.user_frames(eqn.source_info.traceback):
         if not frame.file_name.startswith(_LIBRARIES):
@@ -169,19 +170,19 @@ def source_line(eqn: Any) -> str:
     return ""
 
 
-def function_name(jaxpr: Any) -> str:
+def function_name(jaxpr: ClosedJaxpr) -> str:
     """The name of the function from which the closed `jaxpr` was traced, such as `body` or `lambda`."""
     return str(jaxpr.jaxpr.debug_info.func_src_info).partition(" ")[0].replace("<lambda>", "lambda")
 
 
-def dce(jaxpr: Any, used_outputs: Sequence[bool] | None = None, *, keep_inputs: bool = True) -> Any:
+def dce(jaxpr: ClosedJaxpr, used_outputs: Sequence[bool] | None = None, *, keep_inputs: bool = True) -> Any:
     """The closed `jaxpr` with only the equations that its used outputs need, also inside scans, jits and checkpoints."""
     used = [True] * len(jaxpr.out_avals) if used_outputs is None else list(used_outputs)
     pruned, _ = _pe.dce_jaxpr(jaxpr.jaxpr, used, instantiate=keep_inputs)
     return jex.ClosedJaxpr(pruned, jaxpr.consts)
 
 
-def scan_layout(eqn: Any) -> tuple[int, int]:
+def scan_layout(eqn: JaxprEqn) -> tuple[int, int]:
     """How many operands of a `scan` equation are constants, and how many are carried; constants come first."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
@@ -189,7 +190,7 @@ def scan_layout(eqn: Any) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def is_plain_jit(eqn: Any) -> bool:
+def is_plain_jit(eqn: JaxprEqn) -> bool:
     """Whether `eqn` is a `jit` without shardings, layouts or donated operands, so that its body can be inlined."""
     if kind(eqn) != "jit":
         return False
@@ -199,19 +200,19 @@ def is_plain_jit(eqn: Any) -> bool:
     return unspecified and not laid_out and not any(eqn.params["donated_invars"])
 
 
-def uses_references(jaxpr: Any) -> bool:
+def uses_references(jaxpr: ClosedJaxpr) -> bool:
     """Whether the closed `jaxpr` itself, without its inner jaxprs, has a mutable array (`jax.new_ref`)."""
     inner = jaxpr.jaxpr
     made = (var for eqn in inner.eqns for var in eqn.outvars)
     return any(type(var.aval).__name__ == "AbstractRef" for var in (*inner.constvars, *inner.invars, *made))
 
 
-def has_ordered_effects(jaxpr: Any) -> bool:
+def has_ordered_effects(jaxpr: ClosedJaxpr) -> bool:
     """Whether the closed `jaxpr` has callbacks or prints with `ordered=True`."""
     return bool(_effects.ordered_effects.filter_in(jaxpr.jaxpr.effects))
 
 
-def hoist_consts(jaxpr: Any) -> tuple[Any, list[Any]]:
+def hoist_consts(jaxpr: ClosedJaxpr) -> tuple[Any, list[Any]]:
     """`jaxpr` with its constants as leading inputs, and the constants."""
     consts = list(jaxpr.consts)
     return (closed(_pe.convert_constvars_jaxpr(jaxpr.jaxpr)) if consts else jaxpr), consts
@@ -269,7 +270,7 @@ batching.primitive_batchers[_barrier_p] = lambda args, axes: (_barrier_p.bind(*a
 
 
 def batched(
-    jaxpr: Any, axis: Any, args: Sequence[Any], axes: Sequence[int | None], instantiate: bool | list[bool] = False
+    jaxpr: ClosedJaxpr, axis: Any, args: Sequence[Any], axes: Sequence[int | None], instantiate: bool | list[bool] = False
 ) -> tuple[Any, list[Any], list[int | None]]:
     """In a batching rule: the batched `jaxpr`, `args` with the mapped axis in front, and the mapped axis of each output.
 

@@ -14,6 +14,7 @@ from jax import lax
 from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src.interpreters import partial_eval as _pe
 from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr
 
 from remat_jax.compat.equations import given_name, is_jaxpr, kind, parameters
 from remat_jax.compat.jaxprs import closed
@@ -140,7 +141,7 @@ def names_in(policy: Any) -> frozenset[str]:
     return kept.saved | kept.offloaded | frozenset(excluded)
 
 
-def selected_in(policy: Callable[..., Any], jaxpr: Any) -> Iterator[tuple[str, bool, bool]]:
+def selected_in(policy: Callable[..., Any], jaxpr: ClosedJaxpr) -> Iterator[tuple[str, bool, bool]]:
     """Yield (name, whether the name was given, whether it is offloaded) for each array of `jaxpr` that a JAX policy keeps.
 
     Arrays at any depth count. An array without a given name has the name of its primitive.
@@ -155,6 +156,6 @@ def selected_in(policy: Callable[..., Any], jaxpr: Any) -> Iterator[tuple[str, b
                     yield from selected_in(policy, closed(inner))
 
 
-def offloaded_by(policy: Callable[..., Any], jaxpr: Any) -> list[str]:
+def offloaded_by(policy: Callable[..., Any], jaxpr: ClosedJaxpr) -> list[str]:
     """For each array in `jaxpr`, at any depth, that the JAX policy would offload: its name, else the name of its primitive."""
     return [name for name, _, is_offloaded in selected_in(policy, jaxpr) if is_offloaded]

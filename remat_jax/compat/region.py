@@ -22,6 +22,7 @@ from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import partial_eval as _pe
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from remat_jax.compat import rules
 from remat_jax.compat.equations import parameters
@@ -39,7 +40,7 @@ from remat_jax.compat.rematerialisation import effects_explained
 from remat_jax.compat.tracing import trace_settings
 
 
-def bind_region(jaxpr: Any, args: Sequence[Any], *, policy: Any, prevent_cse: bool) -> list[Any]:
+def bind_region(jaxpr: ClosedJaxpr, args: Sequence[Any], *, policy: Any, prevent_cse: bool) -> list[Any]:
     """Evaluate the closed `jaxpr` on `args` as one region."""
     body, consts = hoist_consts(jaxpr)
     params = {"jaxpr": body.jaxpr, "policy": policy, "prevent_cse": prevent_cse, "differentiated": False}
@@ -47,7 +48,7 @@ def bind_region(jaxpr: Any, args: Sequence[Any], *, policy: Any, prevent_cse: bo
         return region_p.bind(*consts, *args, **params)
 
 
-def bind_established(eqn: Any, body: Any, inputs: Sequence[Any]) -> list[Any]:
+def bind_established(eqn: JaxprEqn, body: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
     """Evaluate the `jax_remat3` region `eqn`, with the closed jaxpr `body`, as a region of this package."""
     params = parameters(eqn)
     prevent = params.get("prevent_cse", True)
@@ -56,7 +57,7 @@ def bind_established(eqn: Any, body: Any, inputs: Sequence[Any]) -> list[Any]:
         return bind_region(body, inputs, policy=params["policy"], prevent_cse=prevents)
 
 
-def _evaluate(*args: Any, jaxpr: Any, prevent_cse: bool, differentiated: bool, **_: Any) -> list[Any]:
+def _evaluate(*args: Any, jaxpr: Jaxpr, prevent_cse: bool, differentiated: bool, **_: Any) -> list[Any]:
     operands = optimization_barrier(list(args)) if differentiated and prevent_cse else args
     with jax.named_scope("checkpoint"):
         return list(jaxpr_function(closed(jaxpr))(*operands))
@@ -66,15 +67,15 @@ region_p = new_primitive("checkpoint_region", _evaluate)
 
 
 @region_p.def_impl
-def _run(*args: Any, jaxpr: Any, **_: Any) -> list[Any]:
+def _run(*args: Any, jaxpr: Jaxpr, **_: Any) -> list[Any]:
     return list(jaxpr_function(closed(jaxpr))(*args))
 
 
-def _abstract(*_: Any, jaxpr: Any, **__: Any) -> tuple[list[Any], Any]:
+def _abstract(*_: Any, jaxpr: Jaxpr, **__: Any) -> tuple[list[Any], Any]:
     return [var.aval for var in jaxpr.outvars], _core.positional_effects(jaxpr)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, **params: Any) -> tuple[list[Any], list[Any]]:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Jaxpr, **params: Any) -> tuple[list[Any], list[Any]]:
     moving = [not isinstance(tangent, rules.Zero) for tangent in tangents]
     pushed, smooth = _ad.jvp_jaxpr(closed(jaxpr), moving, False)
     body, consts = hoist_consts(pushed)
@@ -86,7 +87,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, **param
     ]
 
 
-def _partial_eval(trace: Any, *tracers: Any, jaxpr: Any, policy: Any, **params: Any) -> list[Any]:
+def _partial_eval(trace: Any, *tracers: Any, jaxpr: Jaxpr, policy: Any, **params: Any) -> list[Any]:
     """Evaluate what the known inputs determine. The rest becomes a region, which reads the arrays that `policy` keeps."""
     if refused := _effects.remat_allowed_effects.filter_not_in(jaxpr.effects):
         raise NotImplementedError(f"Effects not supported in partial-eval of `checkpoint`/`remat`: {refused}")
@@ -110,7 +111,7 @@ def _partial_eval(trace: Any, *tracers: Any, jaxpr: Any, policy: Any, **params: 
     return [next(later_outputs) if flag else next(outputs) for flag in is_later]
 
 
-def _evaluate_rounded(jaxpr: Any, count: int, args: Sequence[Any]) -> list[Any]:
+def _evaluate_rounded(jaxpr: Jaxpr, count: int, args: Sequence[Any]) -> list[Any]:
     """Evaluate the open `jaxpr`. Its last `count` results are saved, and its other equations read them as they are saved."""
     read = {atom for eqn in jaxpr.eqns for atom in eqn.invars if not hasattr(atom, "val")}
     saved = {atom for atom in jaxpr.outvars[len(jaxpr.outvars) - count :] if not hasattr(atom, "val")} & read
@@ -134,7 +135,7 @@ def _rounded(value: Any) -> Any:
     return jax.lax.reduce_precision(value, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
 
-def _transpose(cotangents: Sequence[Any], *args: Any, jaxpr: Any, **params: Any) -> list[Any]:
+def _transpose(cotangents: Sequence[Any], *args: Any, jaxpr: Jaxpr, **params: Any) -> list[Any]:
     linear = tuple(rules.is_undefined_primal(arg) for arg in args)
     zeros = tuple(isinstance(cotangent, rules.Zero) for cotangent in cotangents)
     pullback, is_zero = _transposed(jaxpr, linear, zeros, trace_settings())
@@ -148,7 +149,7 @@ def _transpose(cotangents: Sequence[Any], *args: Any, jaxpr: Any, **params: Any)
 
 
 @functools.lru_cache(maxsize=256)
-def _transposed(jaxpr: Any, linear: tuple[bool, ...], zeros: tuple[bool, ...], _: Any) -> tuple[Any, list[bool]]:
+def _transposed(jaxpr: Jaxpr, linear: tuple[bool, ...], zeros: tuple[bool, ...], _: Any) -> tuple[Any, list[bool]]:
     """The transpose of the open `jaxpr` along its `linear` inputs, as a closed jaxpr, and which of their cotangents are zero.
 
     It maps the other inputs and the cotangents that are not zero to the cotangents that are not zero. The last argument is
@@ -173,7 +174,7 @@ def _transposed(jaxpr: Any, linear: tuple[bool, ...], zeros: tuple[bool, ...], _
     return jax.make_jaxpr(pullback)(fixed, arriving), is_zero
 
 
-def _batch(axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any, **params: Any) -> tuple[Any, Any]:
+def _batch(axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Jaxpr, **params: Any) -> tuple[Any, Any]:
     mapped, moved, out_axes = batched(closed(jaxpr), axis, args, axes)
     body, consts = hoist_consts(mapped)
     return region_p.bind(*consts, *moved, jaxpr=body.jaxpr, **params), out_axes

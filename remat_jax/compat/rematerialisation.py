@@ -12,6 +12,7 @@ import jax
 from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import config as _config
 from jax._src.interpreters import partial_eval as _pe
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax.compat.equations import body_of_call, given_name, kind, parameters
 from remat_jax.compat.jaxprs import closed, jaxpr_function, linear_parts_are_batched
@@ -20,7 +21,7 @@ from remat_jax.compat.tracing import established_forms, setting, traced_for, tra
 from remat_jax.errors import UnsupportedError
 
 
-def checkpoint_parts(eqn: Any) -> tuple[Any, Mapping[str, Any]]:
+def checkpoint_parts(eqn: JaxprEqn) -> tuple[Any, Mapping[str, Any]]:
     """The body of a checkpoint region as a closed jaxpr, and its parameters."""
     params = parameters(eqn)
     if "differentiated" not in params:
@@ -120,7 +121,7 @@ def let_checkpoints_give_way(gives_way: Callable[[Any], bool]) -> None:
     _gives_way.append(gives_way)
 
 
-def _give_way(body: Any) -> bool:
+def _give_way(body: ClosedJaxpr) -> bool:
     return any(gives_way(body) for gives_way in _gives_way)
 
 
@@ -219,17 +220,17 @@ def checkpoints_stay() -> bool:
     return _block_name.get() == _KEEPING
 
 
-def replaces_checkpoints(eqn: Any) -> bool | None:
+def replaces_checkpoints(eqn: JaxprEqn) -> bool | None:
     """Whether `eqn` is a block that replaces the model's own checkpoints around it; None if its name does not say."""
     return {_REPLACING: True, _KEEPING: False}.get(_name_of_block(eqn))
 
 
-def is_block(eqn: Any) -> bool:
+def is_block(eqn: JaxprEqn) -> bool:
     """Whether `eqn` is a checkpointed block of `remat_jax`, tied to its place in the schedule or not."""
     return _name_of_block(eqn).startswith(_BLOCK_NAME)
 
 
-def _name_of_block(eqn: Any) -> str:
+def _name_of_block(eqn: JaxprEqn) -> str:
     if kind(eqn) != "custom_jvp_call":
         return ""
     debug = getattr(body_of_call(eqn), "debug_info", None)

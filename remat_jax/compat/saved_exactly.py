@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import core as _core
 from jax._src.interpreters import remat as _remat
+from jax.extend.core import Jaxpr
 
 from remat_jax.compat.patches import Patch
 
@@ -23,7 +24,7 @@ def _is_saved_exactly(aval: Any) -> bool:
 
 def _rounding_where_exact(insert: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(insert)
-    def insert_where_exact(jaxpr: Any, num_res: int) -> Any:
+    def insert_where_exact(jaxpr: Jaxpr, num_res: int) -> Any:
         residuals = jaxpr.outvars[len(jaxpr.outvars) - num_res :]
         rounded = [var for var in residuals if not _is_saved_exactly(var.aval)]
         if len(rounded) == len(residuals):
@@ -52,5 +53,5 @@ numbers. So the function that inserts the rounding is replaced, and its counterp
 """
 
 
-def _with_outputs(jaxpr: Any, outputs: Sequence[Any]) -> Any:
+def _with_outputs(jaxpr: Jaxpr, outputs: Sequence[Any]) -> Any:
     return jaxpr.replace(outvars=list(outputs), debug_info=jaxpr.debug_info.with_unknown_names())

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jax.extend.core import JaxprEqn
+
 
 @dataclass(frozen=True)
 class AxisPlace:
@@ -45,7 +47,7 @@ class Passage:
     is_summed: bool = False
 
 
-def passage(eqn: Any, place: int, cut: AxisPlace, positions: int, *, of_result: bool = False) -> Passage | None:
+def passage(eqn: JaxprEqn, place: int, cut: AxisPlace, positions: int, *, of_result: bool = False) -> Passage | None:
     """How the axis `cut` of operand `place` (of result `place` if `of_result`) passes through `eqn`; None if it does not."""
     if eqn.primitive.name == "reshape":
         shapes = [eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape]
@@ -59,7 +61,7 @@ def passage(eqn: Any, place: int, cut: AxisPlace, positions: int, *, of_result: 
     return None
 
 
-def resized(eqn: Any, through: Passage, positions: int) -> dict[str, Any]:
+def resized(eqn: JaxprEqn, through: Passage, positions: int) -> dict[str, Any]:
     """The parameters of `eqn` that change if the axis has this number of positions."""
     rule = _SIZES.get(eqn.primitive.name)
     if rule is None:
@@ -121,7 +123,7 @@ ELEMENTWISE = frozenset(
 """The primitives that JAX broadcasts: operands have the shape of the result, except for dimensions of size 1, or rank 0."""
 
 
-def _axes(eqn: Any) -> Iterator[_Axis]:
+def _axes(eqn: JaxprEqn) -> Iterator[_Axis]:
     name = eqn.primitive.name
     if name in ELEMENTWISE:
         shapes = [atom.aval.shape for atom in eqn.invars]
@@ -131,7 +133,7 @@ def _axes(eqn: Any) -> Iterator[_Axis]:
         yield from _RULES[name](eqn)
 
 
-def _each_alone(eqn: Any) -> Iterator[_Axis]:
+def _each_alone(eqn: JaxprEqn) -> Iterator[_Axis]:
     """The axes of an equation that returns each operand unchanged."""
     count = len(eqn.invars)
     for place, atom in enumerate(eqn.invars):
@@ -140,7 +142,7 @@ def _each_alone(eqn: Any) -> Iterator[_Axis]:
             yield _Axis(only, only)
 
 
-def _kept(eqn: Any, excluded: Sequence[int]) -> Iterator[_Axis]:
+def _kept(eqn: JaxprEqn, excluded: Sequence[int]) -> Iterator[_Axis]:
     """The axes of an equation whose operands and results have the same dimensions, except those that it combines."""
     for dim in range(eqn.invars[0].aval.ndim):
         if dim not in excluded:
@@ -148,7 +150,7 @@ def _kept(eqn: Any, excluded: Sequence[int]) -> Iterator[_Axis]:
             yield _Axis(tuple(dim if rank else None for rank in ranks), (dim,) * len(eqn.outvars))
 
 
-def _same_sizes(eqn: Any) -> Iterator[_Axis]:
+def _same_sizes(eqn: JaxprEqn) -> Iterator[_Axis]:
     """The axes of a slice, a padding or an update that takes the whole dimension."""
     whole = eqn.invars[0].aval.shape
     for axis in _same_sizes_kept(eqn):
@@ -159,7 +161,7 @@ def _same_sizes(eqn: Any) -> Iterator[_Axis]:
             yield axis
 
 
-def _reduce(eqn: Any, *, sums: bool = False) -> Iterator[_Axis]:
+def _reduce(eqn: JaxprEqn, *, sums: bool = False) -> Iterator[_Axis]:
     axes, place = eqn.params["axes"], 0
     for dim in range(eqn.invars[0].aval.ndim):
         if dim not in axes:
@@ -169,7 +171,7 @@ def _reduce(eqn: Any, *, sums: bool = False) -> Iterator[_Axis]:
             yield _Axis((dim,), (None,), is_summed=True)
 
 
-def _broadcast(eqn: Any) -> Iterator[_Axis]:
+def _broadcast(eqn: JaxprEqn) -> Iterator[_Axis]:
     places, rest = eqn.params["broadcast_dimensions"], (None,) * (len(eqn.invars) - 1)
     for dim, size in enumerate(eqn.params["shape"]):
         source = places.index(dim) if dim in places else None
@@ -178,54 +180,54 @@ def _broadcast(eqn: Any) -> Iterator[_Axis]:
         yield _Axis((source, *rest), (dim,))
 
 
-def _iota(eqn: Any) -> Iterator[_Axis]:
+def _iota(eqn: JaxprEqn) -> Iterator[_Axis]:
     for dim in range(len(eqn.params["shape"])):
         if dim != eqn.params["dimension"]:
             yield _Axis((None,) * len(eqn.invars), (dim,))
 
 
-def _squeeze(eqn: Any) -> Iterator[_Axis]:
+def _squeeze(eqn: JaxprEqn) -> Iterator[_Axis]:
     rest = [dim for dim in range(eqn.invars[0].aval.ndim) if dim not in eqn.params["dimensions"]]
     for place, dim in enumerate(rest):
         yield _Axis((dim,), (place,))
 
 
-def _transpose(eqn: Any) -> Iterator[_Axis]:
+def _transpose(eqn: JaxprEqn) -> Iterator[_Axis]:
     for place, dim in enumerate(eqn.params["permutation"]):
         yield _Axis((dim,), (place,))
 
 
-def _concatenate(eqn: Any) -> Iterator[_Axis]:
+def _concatenate(eqn: JaxprEqn) -> Iterator[_Axis]:
     return _kept(eqn, [eqn.params["dimension"]])
 
 
-def _stack(eqn: Any) -> Iterator[_Axis]:
+def _stack(eqn: JaxprEqn) -> Iterator[_Axis]:
     """The axes of operands that are put next to each other along a new axis."""
     new, count = eqn.params["axis"], len(eqn.invars)
     for dim in range(eqn.invars[0].aval.ndim):
         yield _Axis((dim,) * count, (dim + (dim >= new),))
 
 
-def _unstack(eqn: Any) -> Iterator[_Axis]:
+def _unstack(eqn: JaxprEqn) -> Iterator[_Axis]:
     for dim in range(eqn.invars[0].aval.ndim):
         if dim != (gone := eqn.params["axis"]):
             yield _Axis((dim,), (dim - (dim > gone),) * len(eqn.outvars))
 
 
-def _tile(eqn: Any) -> Iterator[_Axis]:
+def _tile(eqn: JaxprEqn) -> Iterator[_Axis]:
     return _kept(eqn, [dim for dim, repetitions in enumerate(eqn.params["reps"]) if repetitions != 1])
 
 
-def _along_axis(eqn: Any) -> Iterator[_Axis]:
+def _along_axis(eqn: JaxprEqn) -> Iterator[_Axis]:
     rank = eqn.invars[0].aval.ndim
     return _kept(eqn, [eqn.params.get("dimension", eqn.params.get("axis", rank - 1)) % rank])
 
 
-def _reverse(eqn: Any) -> Iterator[_Axis]:
+def _reverse(eqn: JaxprEqn) -> Iterator[_Axis]:
     return _kept(eqn, eqn.params["dimensions"])
 
 
-def _dot_general(eqn: Any) -> Iterator[_Axis]:
+def _dot_general(eqn: JaxprEqn) -> Iterator[_Axis]:
     contracted, batch = eqn.params["dimension_numbers"]
     place = 0
     for left, right in zip(*batch, strict=True):
@@ -240,7 +242,7 @@ def _dot_general(eqn: Any) -> Iterator[_Axis]:
         yield _Axis((left, right), (None,), is_summed=True)
 
 
-def _gather(eqn: Any) -> Iterator[_Axis]:
+def _gather(eqn: JaxprEqn) -> Iterator[_Axis]:
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand, indices, result = (atom.aval for atom in (*eqn.invars[:2], eqn.outvars[0]))
     of_indices = [dim for dim in range(result.ndim) if dim not in numbers.offset_dims]
@@ -253,13 +255,13 @@ def _gather(eqn: Any) -> Iterator[_Axis]:
             yield _Axis((dim, None), (place,))
 
 
-def _convolution(eqn: Any) -> Iterator[_Axis]:
+def _convolution(eqn: JaxprEqn) -> Iterator[_Axis]:
     numbers = eqn.params["dimension_numbers"]
     if eqn.params["batch_group_count"] == 1:
         yield _Axis((numbers.lhs_spec[0], None), (numbers.out_spec[0],))
 
 
-def _windows(eqn: Any) -> Iterator[_Axis]:
+def _windows(eqn: JaxprEqn) -> Iterator[_Axis]:
     """The axes over which the windows of a pooling have size 1."""
     params = eqn.params
     for axis in _same_sizes_kept(eqn):
@@ -269,13 +271,13 @@ def _windows(eqn: Any) -> Iterator[_Axis]:
             yield axis
 
 
-def _same_sizes_kept(eqn: Any) -> Iterator[_Axis]:
+def _same_sizes_kept(eqn: JaxprEqn) -> Iterator[_Axis]:
     """The axes that have the same size in the first operand and in the result."""
     sizes = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     return _kept(eqn, [dim for dim, (before, after) in enumerate(zip(*sizes, strict=True)) if before != after])
 
 
-def _update(eqn: Any) -> Iterator[_Axis]:
+def _update(eqn: JaxprEqn) -> Iterator[_Axis]:
     """The axes of which an update takes the whole dimension."""
     whole, part = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
     for dim, (before, after) in enumerate(zip(whole, part, strict=True)):

@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jax.extend.core import JaxprEqn
+
 MATMULS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "scaled_matmul_wrapper"})
 
 
-def eqn_flops(eqn: Any) -> int:
+def eqn_flops(eqn: JaxprEqn) -> int:
     """The floating-point operations of an equation: 2 per multiply-add of a matmul or convolution; 0 for other equations."""
     name = eqn.primitive.name
     if name == "dot_general":
@@ -26,12 +28,12 @@ def eqn_flops(eqn: Any) -> int:
     return 0
 
 
-def _products(eqn: Any, contracting: Any) -> int:
+def _products(eqn: JaxprEqn, contracting: Any) -> int:
     depth = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracting)
     return 2 * math.prod(eqn.outvars[0].aval.shape) * depth
 
 
-def _ragged(eqn: Any) -> int:
+def _ragged(eqn: JaxprEqn) -> int:
     """The operations of a grouped matmul. Each row belongs to one group, so the groups together cost as much as one matmul."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracting, _), _ = numbers.dot_dimension_numbers

@@ -211,7 +211,7 @@ class _Namer:
             for var, value in zip(eqn.outvars, self.values.of_outputs(eqn, operands), strict=True):
                 number[var] = self.values.number(*names[var]) if var in names else value
 
-            def inside(key: str, body: Any) -> Any:
+            def inside(key: str, body: ClosedJaxpr) -> Any:
                 primal_only = inner_flags(eqn, key, body, flags, all_inputs)
                 inner_numbers = self.values.of_inner(eqn, operands, primal_only)
                 return retrace(body, lambda *args: self.run(body, args, path, primal_only, numbers=inner_numbers))

@@ -8,7 +8,8 @@ offload in a scan inside an unrolled layer.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.core.origins import is_on_host, origin
@@ -26,13 +27,13 @@ def refusal(block: str, names: Collection[str] = ()) -> UnsupportedError:
     )
 
 
-def names_in_scans(jaxpr: Any) -> frozenset[str]:
+def names_in_scans(jaxpr: ClosedJaxpr) -> frozenset[str]:
     """The names that are given in the scans of the closed `jaxpr`."""
     scans = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "scan")
     return frozenset(name for eqn in scans for body in bodies(eqn) for name in given_names(body))
 
 
-def refuse_nested_offload(jaxpr: Any) -> None:
+def refuse_nested_offload(jaxpr: ClosedJaxpr) -> None:
     """Raise UnsupportedError if a scan in the closed `jaxpr` stacks host arrays of a scan inside it."""
     for eqn in equations(jaxpr):
         inside = [inner for body in bodies(eqn) for inner in equations(body)] if _stacks_on_host(eqn) else []
@@ -43,5 +44,5 @@ def refuse_nested_offload(jaxpr: Any) -> None:
             raise refusal(names[0].rpartition(":")[0] or compat.source_line(inner), names)
 
 
-def _stacks_on_host(eqn: Any) -> bool:
+def _stacks_on_host(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "scan" and any(map(is_on_host, eqn.outvars))

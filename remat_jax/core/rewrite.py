@@ -85,7 +85,7 @@ def _rewritten(
         if not contains_region(eqn, part):
             return None
 
-        def inside(key: str, body: Any) -> Any:
+        def inside(key: str, body: ClosedJaxpr) -> Any:
             if not is_differentiated(eqn, body):
                 return body
             from_arguments, fixed = inner_flags(eqn, key, body, flags, _is_view), _fixed_inside(eqn, key, body, kept)

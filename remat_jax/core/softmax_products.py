@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
 from remat_jax import compat
 from remat_jax.core.module_paths import module_path
 from remat_jax.core.walk import bodies
@@ -147,12 +149,12 @@ class TracedProduct:
         return "odd lengths" if self.classes % 2 or max(rows, default=0) % 2 else ""
 
 
-def softmax_products(jaxpr: Any) -> tuple[SoftmaxProduct, ...]:
+def softmax_products(jaxpr: ClosedJaxpr) -> tuple[SoftmaxProduct, ...]:
     """Every output head and attention in the closed `jaxpr`, at any depth. Equal `SoftmaxProduct`s count once."""
     return tuple(dict.fromkeys(each.summary() for each in traced_products(jaxpr) if each.is_head or each.is_attention))
 
 
-def traced_products(jaxpr: Any) -> list[TracedProduct]:
+def traced_products(jaxpr: ClosedJaxpr) -> list[TracedProduct]:
     """Every matmul in the closed `jaxpr`, at any depth."""
     flow = _Flow()
     for atoms in flow.follow(jaxpr, [_NOTHING] * len(jaxpr.in_avals), (), in_loop=False):
@@ -179,7 +181,7 @@ class _Flow:
     def __init__(self) -> None:
         self.products: list[TracedProduct] = []
 
-    def follow(self, jaxpr: Any, inputs: Sequence[_Value], path: tuple[str, ...], *, in_loop: bool) -> list[_Value]:
+    def follow(self, jaxpr: ClosedJaxpr, inputs: Sequence[_Value], path: tuple[str, ...], *, in_loop: bool) -> list[_Value]:
         """The outputs of the closed `jaxpr`, called with `inputs` in the module `path`."""
         values = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
         for eqn in jaxpr.jaxpr.eqns:
@@ -187,7 +189,7 @@ class _Flow:
             values.update(zip(eqn.outvars, self._outputs(eqn, operands, path, in_loop), strict=True))
         return [_value(values, atom) for atom in jaxpr.jaxpr.outvars]
 
-    def _outputs(self, eqn: Any, operands: list[_Value], path: tuple[str, ...], in_loop: bool) -> list[_Value]:
+    def _outputs(self, eqn: JaxprEqn, operands: list[_Value], path: tuple[str, ...], in_loop: bool) -> list[_Value]:
         name, here = eqn.primitive.name, path + compat.scopes(eqn)
         inside = [] if name == "pallas_call" else bodies(eqn)
         if inside:
@@ -203,7 +205,9 @@ class _Flow:
         kept = [frozenset(role for role in roles if _fits(role, atom)) for atom in eqn.outvars]
         return [_Value(each, is_random, is_fixed) for each in kept]
 
-    def _call(self, eqn: Any, inside: list[Any], operands: list[_Value], path: tuple[str, ...], in_loop: bool) -> list[_Value]:
+    def _call(
+        self, eqn: JaxprEqn, inside: list[Any], operands: list[_Value], path: tuple[str, ...], in_loop: bool
+    ) -> list[_Value]:
         name, outputs = eqn.primitive.name, [_NOTHING] * len(eqn.outvars)
         for body in inside:
             size = len(body.in_avals)
@@ -215,7 +219,7 @@ class _Flow:
                 outputs = [_joined(pair) for pair in zip(outputs, results, strict=True)]
         return outputs
 
-    def _mix(self, eqn: Any, operands: Sequence[_Value]) -> None:
+    def _mix(self, eqn: JaxprEqn, operands: Sequence[_Value]) -> None:
         """Record that a matmul multiplies a softmax by values. A matmul of the backward pass does not count."""
         (contracted, batch), backward = eqn.params["dimension_numbers"], "transpose(" in str(eqn.source_info.name_stack)
         for place, other in ((0, 1), (1, 0)):
@@ -225,7 +229,7 @@ class _Flow:
                     product.mixed.append((eqn, other))
 
 
-def _roles(eqn: Any, name: str, operands: Sequence[_Value], module: str) -> Iterator[tuple[str, TracedProduct]]:
+def _roles(eqn: JaxprEqn, name: str, operands: Sequence[_Value], module: str) -> Iterator[tuple[str, TracedProduct]]:
     """Yield the roles of the results of an equation without a body. Note in each matmul what the equation does with it."""
     meets_random = name in _MIXING and any(value.is_random for value in operands)
     reduces = name.startswith("reduce") and name != "reduce_precision"

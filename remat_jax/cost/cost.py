@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from jax.extend.core import ClosedJaxpr
 
 from remat_jax import compat
 from remat_jax.cost.flat import Array, FlatEqn, flatten, region
@@ -50,7 +51,7 @@ class Cost:
         return Cost(tuple((scaled(work), times) for work, times in self.kernels))
 
 
-def jaxpr_cost(jaxpr: Any) -> Cost:
+def jaxpr_cost(jaxpr: ClosedJaxpr) -> Cost:
     """The cost of evaluating the closed `jaxpr`, after dead-code elimination.
 
     >>> import jax, jax.numpy as jnp

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.core.matmuls import MATMULS, eqn_flops
@@ -33,7 +34,7 @@ def flops(fn: Callable[..., Any], *args: Any) -> int:
     return count(jax.make_jaxpr(fn)(*args), eqn_flops)
 
 
-def count(jaxpr: Any, weight: Callable[[Any], int | bool]) -> int:
+def count(jaxpr: ClosedJaxpr, weight: Callable[[Any], int | bool]) -> int:
     """The sum of `weight(eqn)` over the equations that the closed `jaxpr` executes, after dead-code elimination.
 
     A `cond` counts as its most expensive branch.
@@ -41,7 +42,7 @@ def count(jaxpr: Any, weight: Callable[[Any], int | bool]) -> int:
     return _count(compat.dce(jaxpr), weight)
 
 
-def _count(jaxpr: Any, weight: Callable[[Any], int | bool]) -> int:
+def _count(jaxpr: ClosedJaxpr, weight: Callable[[Any], int | bool]) -> int:
     total = 0
     for eqn in jaxpr.jaxpr.eqns:
         inside = over_bodies(eqn, lambda body: _count(body, weight))
@@ -54,7 +55,7 @@ def _count(jaxpr: Any, weight: Callable[[Any], int | bool]) -> int:
     return total
 
 
-def over_bodies(eqn: Any, count_body: Callable[[Any], int]) -> int:
+def over_bodies(eqn: JaxprEqn, count_body: Callable[[Any], int]) -> int:
     """`count_body` summed over the jaxprs that `eqn` runs. A scan's body counts per iteration, a `cond` as its costliest."""
     counted = list(map(count_body, executed_bodies(eqn)))
     if eqn.primitive.name == "cond":

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
 from remat_jax import compat
 from remat_jax.core.flow import CALLS
 from remat_jax.core.walk import inner_jaxprs
@@ -79,7 +81,7 @@ class Flat:
         return Flat(each(self.inputs), eqns, each(self.outputs))
 
 
-def flatten(jaxpr: Any) -> Flat:
+def flatten(jaxpr: ClosedJaxpr) -> Flat:
     """The closed `jaxpr` as a flat program: calls are inlined; loops, branches and kernels remain single equations.
 
     A name (`checkpoint_name`) becomes a property of its array. Barriers and moves between memories disappear.
@@ -105,7 +107,7 @@ def region(eqns: Sequence[FlatEqn], wanted: Iterable[Array], given: Collection[A
     return needed[::-1]
 
 
-def _run(jaxpr: Any, inputs: Sequence[Array], eqns: list[FlatEqn]) -> list[Array]:
+def _run(jaxpr: ClosedJaxpr, inputs: Sequence[Array], eqns: list[FlatEqn]) -> list[Array]:
     inner = jaxpr.jaxpr
     arrays: dict[Any, Array] = dict(zip(inner.invars, inputs, strict=True))
     arrays.update((var, Array(var.aval)) for var in inner.constvars)
@@ -119,7 +121,7 @@ def _run(jaxpr: Any, inputs: Sequence[Array], eqns: list[FlatEqn]) -> list[Array
     return [read(atom) for atom in inner.outvars]
 
 
-def _results(eqn: Any, arguments: list[Array], eqns: list[FlatEqn]) -> list[Array]:
+def _results(eqn: JaxprEqn, arguments: list[Array], eqns: list[FlatEqn]) -> list[Array]:
     given_name, primitive = compat.given_name(eqn), compat.kind(eqn)
     if given_name is not None:
         if given_name not in arguments[0].names:
@@ -137,7 +139,7 @@ def _results(eqn: Any, arguments: list[Array], eqns: list[FlatEqn]) -> list[Arra
     return results
 
 
-def called(eqn: Any) -> Any | None:
+def called(eqn: JaxprEqn) -> Any | None:
     """The closed jaxpr that `eqn` runs on its own operands; None if `eqn` is not a call."""
     bodies = list(inner_jaxprs(eqn).values()) if compat.kind(eqn) in _CALLS else []
     if not bodies or isinstance(bodies[0], tuple):
@@ -145,7 +147,7 @@ def called(eqn: Any) -> Any | None:
     return compat.closed(bodies[0])
 
 
-def _inner_names(eqn: Any) -> list[list[str]]:
+def _inner_names(eqn: JaxprEqn) -> list[list[str]]:
     """For each output of a `scan` or `cond`, the list of residual names that the body gives to it; else empty lists."""
     if eqn.primitive.name == "cond":
         branches = [flatten(compat.closed(branch)).outputs for branch in eqn.params["branches"]]

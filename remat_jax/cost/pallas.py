@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.core.matmuls import eqn_flops
@@ -17,7 +18,7 @@ _LARGEST_GRID = 10**7
 """For a grid with more programs, the index of a `cond` is not evaluated."""
 
 
-def named_kernels(jaxpr: Any) -> dict[str, float]:
+def named_kernels(jaxpr: ClosedJaxpr) -> dict[str, float]:
     """A dict from Pallas kernel name to operations per call. A name is left out if its kernels differ in operations."""
     flops_by_name: dict[str, set[float]] = {}
     for eqn, operands in _kernels(jaxpr, dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))):
@@ -25,7 +26,7 @@ def named_kernels(jaxpr: Any) -> dict[str, float]:
     return {name: several.pop() for name, several in flops_by_name.items() if len(several) == 1}
 
 
-def _kernels(jaxpr: Any, constants: Mapping[Any, Any]) -> Iterator[tuple[Any, dict[int, Any]]]:
+def _kernels(jaxpr: ClosedJaxpr, constants: Mapping[Any, Any]) -> Iterator[tuple[Any, dict[int, Any]]]:
     """Every `pallas_call` in the closed `jaxpr` at any depth, with its constant operands by position."""
     for eqn in jaxpr.jaxpr.eqns:
         operands = {place: constants[atom] for place, atom in enumerate(eqn.invars) if _is_key(atom) and atom in constants}
@@ -48,7 +49,7 @@ def _is_key(atom: Any) -> bool:
     return not hasattr(atom, "val")
 
 
-def pallas_flops(eqn: Any, operands: Mapping[int, Any] | None = None) -> float:
+def pallas_flops(eqn: JaxprEqn, operands: Mapping[int, Any] | None = None) -> float:
     """The operations of a `pallas_call`: its `cost_estimate`, or those of its matmuls. `operands` are the known ones."""
     estimate = eqn.params.get("cost_estimate")
     if estimate is not None:
@@ -61,7 +62,7 @@ def pallas_flops(eqn: Any, operands: Mapping[int, Any] | None = None) -> float:
     return float(programs * kernel_flops(compat.closed(eqn.params["jaxpr"]), known, operands))
 
 
-def kernel_flops(jaxpr: Any, grid: tuple[int, ...] = (), operands: Mapping[int, Any] | None = None) -> float:
+def kernel_flops(jaxpr: ClosedJaxpr, grid: tuple[int, ...] = (), operands: Mapping[int, Any] | None = None) -> float:
     """The operations of the matmuls in the body of a Pallas kernel: the mean over the programs of its grid.
 
     A loop of unknown length is assumed to run until it has read its arrays once. If its bounds depend
@@ -103,7 +104,7 @@ class _Scalars:
         """The value of an atom; None if it is unknown."""
         return atom.val if not _is_key(atom) else self.values.get(atom)
 
-    def read(self, eqn: Any) -> None:
+    def read(self, eqn: JaxprEqn) -> None:
         """Add the result of `eqn`, if it is a scalar that is known."""
         if len(eqn.outvars) != 1 or eqn.outvars[0].aval.shape or not 0 < math.prod(self.grid) <= _LARGEST_GRID:
             return
@@ -150,7 +151,7 @@ _ELEMENTWISE: dict[str, Any] = {
 """The scalar operations of which branches usually depend."""
 
 
-def _rounds(body: Any) -> int:
+def _rounds(body: ClosedJaxpr) -> int:
     """The number of iterations in which a loop reads each of its arrays once."""
     rounds = [1]
     for eqn in body.jaxpr.eqns:

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.apply import scope
@@ -154,7 +155,7 @@ def attention_in_a_kernel(workload: Workload, policy: Any) -> Callable[..., Any]
     return under(workload.mesh, loss)
 
 
-def _checked(jaxpr: Any) -> Any:
+def _checked(jaxpr: ClosedJaxpr) -> Any:
     """`_flat(jaxpr)`. Raises UnsupportedError if it has no attention."""
     flat = _flat(jaxpr)
     if not _has_attention(flat):
@@ -162,21 +163,21 @@ def _checked(jaxpr: Any) -> Any:
     return flat
 
 
-def _changed(jaxpr: Any) -> Any:
+def _changed(jaxpr: ClosedJaxpr) -> Any:
     flat = _flat(jaxpr)
     return compat.dce(retrace(flat, lambda *args: _with_kernels(flat, args)))
 
 
-def _flat(jaxpr: Any) -> Any:
+def _flat(jaxpr: ClosedJaxpr) -> Any:
     """The closed `jaxpr`, in which each `jit` that contains a matmul is inlined."""
     return inlined(jaxpr, lambda eqn: compat.kind(eqn) == "jit" and any(map(_is_product, equations(bodies(eqn)[0]))))
 
 
-def _is_product(eqn: Any) -> bool:
+def _is_product(eqn: JaxprEqn) -> bool:
     return bool(eqn.primitive.name == "dot_general")
 
 
-def _has_batch(eqn: Any) -> bool:
+def _has_batch(eqn: JaxprEqn) -> bool:
     return bool(eqn.params["dimension_numbers"][1][0])
 
 
@@ -188,7 +189,7 @@ def _padded(array: Any, axis: int, more: int) -> Any:
 _Attention = tuple[Any, Any, int]
 
 
-def _has_attention(jaxpr: Any) -> bool:
+def _has_attention(jaxpr: ClosedJaxpr) -> bool:
     if any(True for _ in _attentions(jaxpr)):
         return True
     marks = ((eqn, mark_of(eqn)) for eqn in jaxpr.jaxpr.eqns)
@@ -196,11 +197,11 @@ def _has_attention(jaxpr: Any) -> bool:
     return any(map(_has_attention, inside))
 
 
-def _with_kernels(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+def _with_kernels(jaxpr: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     attentions = {attention[1]: attention for attention in _attentions(jaxpr)}
     env = values_of_inputs(jaxpr, args)
 
-    def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
+    def visit(eqn: JaxprEqn, inputs: list[Any]) -> list[Any] | None:
         if eqn in attentions:
             return [_kernel(*attentions[eqn], env)]
         if (mark := mark_of(eqn)) is not None:
@@ -214,7 +215,7 @@ def _with_kernels(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     return [value_of(atom, env) for atom in jaxpr.jaxpr.outvars]
 
 
-def _attentions(jaxpr: Any) -> Iterator[_Attention]:
+def _attentions(jaxpr: ClosedJaxpr) -> Iterator[_Attention]:
     """Yield the attentions whose two matmuls are equations of the closed `jaxpr` itself."""
     here = {id(eqn) for eqn in jaxpr.jaxpr.eqns}
     for product in traced_products(jaxpr):

@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from jax.extend.core import ClosedJaxpr
+
 from remat_jax import compat
 from remat_jax.core.matmuls import eqn_flops
 from remat_jax.core.walk import bodies
@@ -55,7 +57,7 @@ def exposed_copies(observed: Observed, target: Target) -> tuple[str, int, float,
     return (observed.order[-1], sum(sizes), copying, computing) if copying > computing else None
 
 
-def _after_last_region(jaxpr: Any) -> list[Any] | None:
+def _after_last_region(jaxpr: ClosedJaxpr) -> list[Any] | None:
     """The equations after the last checkpointed region; None if this region is in a loop or a branch, or does not exist."""
     eqns = jaxpr.jaxpr.eqns
     for index, eqn in reversed(list(enumerate(eqns))):

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn
 
 from remat_jax import compat
 from remat_jax.apply.audit import closest
@@ -218,7 +219,7 @@ def _kernel_of(name: Any, made: Mapping[Any, Any]) -> Any | None:
     return next(iter(kernels)) if len(kernels) == 1 else None
 
 
-def _is_expensive(eqn: Any) -> bool:
+def _is_expensive(eqn: JaxprEqn) -> bool:
     """Whether `eqn` is a call of a custom kernel, or a loop or `custom_vjp` call that contains such calls or matmuls."""
     if compat.kind(eqn) not in ("scan", "while", "custom_vjp_call"):
         return _is_kernel(eqn)
@@ -226,11 +227,11 @@ def _is_expensive(eqn: Any) -> bool:
     return any(inner.primitive.name in MATMULS or _is_kernel(inner) for inner in inside)
 
 
-def _is_kernel(eqn: Any) -> bool:
+def _is_kernel(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _KERNELS or "attention" in eqn.primitive.name
 
 
-def _is_same(eqn: Any, again: Any) -> bool:
+def _is_same(eqn: JaxprEqn, again: Any) -> bool:
     """Whether `again` recomputes `eqn`; `again` may lack results that are not read. A transpose of `eqn` does not count."""
     first, second = ((each.primitive.name, compat.source_line(each), each.params.get("reverse")) for each in (eqn, again))
     avals = [str(var.aval) for var in eqn.outvars]

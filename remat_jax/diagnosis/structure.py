@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
 from remat_jax import compat
 from remat_jax.core.flow import CALLS, has
 from remat_jax.core.walk import bodies
@@ -38,13 +40,13 @@ def remat_scan_of_one_length(observed: Observed) -> Iterator[Finding]:
             )
 
 
-def _made_by_remat_scan(eqn: Any) -> bool:
+def _made_by_remat_scan(eqn: JaxprEqn) -> bool:
     traceback = eqn.source_info.traceback
     frames = traceback.frames if traceback is not None else ()
     return any(frame.function_name.startswith("remat_scan.") and "flax" in frame.file_name for frame in frames)
 
 
-def _outside_regions(jaxpr: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
+def _outside_regions(jaxpr: ClosedJaxpr, path: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
     for eqn in jaxpr.jaxpr.eqns:
         here = path + compat.scopes(eqn)
         yield eqn, here
@@ -109,7 +111,7 @@ def overruled_policy(observed: Observed) -> Iterator[Finding]:
             )
 
 
-def _count_blocks(jaxpr: Any) -> int:
+def _count_blocks(jaxpr: ClosedJaxpr) -> int:
     """The number of outermost blocks in the closed `jaxpr`."""
     return sum(1 if compat.is_block(eqn) else sum(map(_count_blocks, bodies(eqn))) for eqn in jaxpr.jaxpr.eqns)
 
@@ -135,7 +137,7 @@ def traced_flag(observed: Observed) -> Iterator[Finding]:
 
 
 def _regions_with_flags(
-    jaxpr: Any, literal: set[Any], path: tuple[str, ...]
+    jaxpr: ClosedJaxpr, literal: set[Any], path: tuple[str, ...]
 ) -> Iterator[tuple[Any, tuple[str, ...], list[int]]]:
     """Yield (equation, path, positions of the operands that are Python bools) for each of the model's own checkpoints.
 
@@ -154,7 +156,7 @@ def _regions_with_flags(
                 yield from _regions_with_flags(body, inner, here)
 
 
-def _decides(jaxpr: Any, flags: set[Any]) -> bool:
+def _decides(jaxpr: ClosedJaxpr, flags: set[Any]) -> bool:
     """Whether one of the variables `flags` is the predicate of a select or a cond in `jaxpr`."""
     tracked = set(flags)
     for eqn in jaxpr.jaxpr.eqns:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.apply import scope
@@ -37,7 +38,7 @@ _VIEWS = frozenset(
 )
 
 
-def is_view(eqn: Any, flags: Sequence[bool]) -> bool:
+def is_view(eqn: JaxprEqn, flags: Sequence[bool]) -> bool:
     """Whether `eqn` only rearranges, casts or names its operands, and all of them are flagged."""
     return (eqn.primitive.name in _VIEWS or compat.given_name(eqn) is not None) and all(flags)
 
@@ -103,7 +104,7 @@ class Region:
         linearised, primals = self.block.linearised.jaxpr, len(self.block.jaxpr.in_avals)
         return dict(_makers(linearised, [index < primals for index in range(len(linearised.in_avals))]))
 
-    def finding(self, trap: str, problem: str, remedy: str, *, eqn: Any = None) -> Finding:
+    def finding(self, trap: str, problem: str, remedy: str, *, eqn: JaxprEqn = None) -> Finding:
         """A finding about the region, at the source line of `eqn` if the line is known, else at the region's line."""
         return Finding(trap, some(self.paths), (compat.source_line(eqn) if eqn else "") or self.place, problem, remedy)
 
@@ -113,7 +114,7 @@ class Region:
         return not any(map(is_smooth, self.block.jaxpr.in_avals))
 
 
-def _traced(run: Callable[..., Any], jaxpr: Any, last: Callable[[Any, list[Any]], Any]) -> Any | None:
+def _traced(run: Callable[..., Any], jaxpr: ClosedJaxpr, last: Callable[[Any, list[Any]], Any]) -> Any | None:
     """The jaxpr that differentiates `run` and returns `last(pullback, outputs)`; None if `run` has no derivative.
 
     `run` takes the inputs of the closed `jaxpr`, and computes its outputs.
@@ -147,7 +148,7 @@ def _kept(block: BlockUnderPolicy) -> tuple[Kept, ...]:
     return tuple(kept.values())
 
 
-def _flops(run: Callable[..., Any], jaxpr: Any) -> int:
+def _flops(run: Callable[..., Any], jaxpr: ClosedJaxpr) -> int:
     """The FLOPs of a forward and a backward pass of `run`; 0 if it has a loop of unknown length, or no derivative."""
     traced = _traced(run, jaxpr, lambda pullback, outputs: (outputs, pullback(outputs)))
     try:
@@ -156,12 +157,12 @@ def _flops(run: Callable[..., Any], jaxpr: Any) -> int:
         return 0
 
 
-def bytes_in_use(body: Any) -> int:
+def bytes_in_use(body: ClosedJaxpr) -> int:
     """The bytes of all arrays that the closed jaxpr `body` computes and its backward pass reads."""
     return sum(kept.nbytes for kept in _kept(block_under_policy(body, EVERYTHING, "", [False] * len(body.in_avals))))
 
 
-def _makers(jaxpr: Any, primal: Sequence[bool]) -> Iterator[tuple[str, tuple[Any, dict[Any, Any]]]]:
+def _makers(jaxpr: ClosedJaxpr, primal: Sequence[bool]) -> Iterator[tuple[str, tuple[Any, dict[Any, Any]]]]:
     """The items of `Region.makers`, read from `jaxpr`. Inputs that `primal` does not flag are tangents."""
     fixed = flagged(jaxpr, primal, all_inputs)
     # Leave out loops that also compute tangents: they are not the loops that the backward pass recomputes. Keep calls: their
@@ -178,7 +179,7 @@ def _makers(jaxpr: Any, primal: Sequence[bool]) -> Iterator[tuple[str, tuple[Any
                 yield from _makers(inner, inner_flags(eqn, key, inner, flags, all_inputs))
 
 
-def _inner(eqn: Any) -> Iterator[tuple[str, Any]]:
+def _inner(eqn: JaxprEqn) -> Iterator[tuple[str, Any]]:
     """The closed jaxprs in the parameters of `eqn`, each with the parameter's name."""
     for key, value in inner_jaxprs(eqn).items():
         for jaxpr in value if isinstance(value, tuple) else (value,):
@@ -293,7 +294,7 @@ def _place_of(block: BlockUnderPolicy) -> str:
     return next((line for eqn in block.jaxpr.jaxpr.eqns if (line := compat.source_line(eqn))), "")
 
 
-def _users_own(jaxpr: Any) -> Iterator[Region]:
+def _users_own(jaxpr: ClosedJaxpr) -> Iterator[Region]:
     """The `jax.checkpoint` regions of a traced function, except regions that are already differentiated."""
     for eqn, path, from_inputs, looped in region_equations(jaxpr):
         if not compat.is_checkpoint(eqn):
@@ -305,7 +306,7 @@ def _users_own(jaxpr: Any) -> Iterator[Region]:
 
 
 def region_equations(
-    jaxpr: Any, given: Sequence[bool] | None = None, path: tuple[str, ...] = (), looped: bool = False
+    jaxpr: ClosedJaxpr, given: Sequence[bool] | None = None, path: tuple[str, ...] = (), looped: bool = False
 ) -> Iterator[tuple[Any, str, list[bool], bool]]:
     """Yield (equation, path, flags of its operands, whether it is in a loop) for each outermost region of a closed jaxpr.
 
@@ -322,12 +323,12 @@ def region_equations(
                 yield from region_equations(inner, inner_flags(eqn, key, inner, flags, is_view), here, loop)
 
 
-def is_spent(eqn: Any) -> bool:
+def is_spent(eqn: JaxprEqn) -> bool:
     """Whether `eqn` is a checkpoint region that is already differentiated."""
     return compat.is_checkpoint(eqn) and bool(compat.checkpoint_parts(eqn)[1].get("differentiated"))
 
 
-def is_region(eqn: Any) -> bool:
+def is_region(eqn: JaxprEqn) -> bool:
     """Whether `eqn` is a checkpointed region that is not differentiated yet."""
     return not is_spent(eqn) and region_body(eqn) is not None
 
@@ -339,7 +340,7 @@ def body_of(region: Any) -> Any:
     return body
 
 
-def contains_live_region(eqn: Any) -> bool:
+def contains_live_region(eqn: JaxprEqn) -> bool:
     """Whether `eqn` contains a region that is not differentiated yet."""
     if compat.has_own_derivative(eqn):
         return False
@@ -358,7 +359,7 @@ def _grouped(regions: Iterable[Region]) -> list[Region]:
     return list(groups.values())
 
 
-def _code(jaxpr: Any) -> str:
+def _code(jaxpr: ClosedJaxpr) -> str:
     """The text of a closed jaxpr, equal for layers that differ only in inputs that they ignore and in their random keys.
 
     A Haiku layer takes the parameters of all layers as inputs. Flax folds a number made from a module's path into its keys.

@@ -7,6 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.core.matmuls import eqn_flops
@@ -234,7 +235,7 @@ def _recomputed(workload: Workload, *policies: Any) -> dict[str, tuple[int, ...]
     paths = dict.fromkeys(path for eqn in products if (path := _recomputed_path(eqn)) is not None)
     merged = dict(zip(paths, merged_layers(paths), strict=True))
 
-    def flops_of(module: str, jaxpr: Any) -> int:
+    def flops_of(module: str, jaxpr: ClosedJaxpr) -> int:
         return count.count(jaxpr, lambda eqn: eqn_flops(eqn) if merged.get(_recomputed_path(eqn) or "") == module else 0)
 
     try:
@@ -244,7 +245,7 @@ def _recomputed(workload: Workload, *policies: Any) -> dict[str, tuple[int, ...]
     return dict(sorted(flops.items(), key=lambda entry: (-max(entry[1]), entry[0])))
 
 
-def _recomputed_path(eqn: Any) -> str | None:
+def _recomputed_path(eqn: JaxprEqn) -> str | None:
     """The module path of a recomputed equation; None for any other equation."""
     scopes = compat.scopes(eqn)
     if _RECOMPUTED not in scopes:

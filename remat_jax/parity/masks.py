@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax.core.walk import bodies
 from remat_jax.identity import ByIdentity
@@ -135,7 +136,9 @@ def _enter_softmax(fact: Fact, signs: Signs, module: str = "") -> None:
 # Flax: facts are followed along the equations.
 
 
-def flax_masks(jaxpr: Any, names: Mapping[int, str], paths: Sequence[tuple[str, ...]], added: Collection[str] = ()) -> Signs:
+def flax_masks(
+    jaxpr: ClosedJaxpr, names: Mapping[int, str], paths: Sequence[tuple[str, ...]], added: Collection[str] = ()
+) -> Signs:
     """Follow the masks among the arguments of a closed jaxpr with taps; return the signs with which they enter softmaxes.
 
     `names`: argument position of a mask → its name; `paths`: the module path of every call in `Recorder.calls`; `added`: the
@@ -152,7 +155,7 @@ class _Equations:
         self.signs: Signs = {}
         self._running = Running(paths)
 
-    def follow(self, jaxpr: Any, facts: Sequence[Fact]) -> list[Fact]:
+    def follow(self, jaxpr: ClosedJaxpr, facts: Sequence[Fact]) -> list[Fact]:
         """The facts of a closed jaxpr's results."""
         fact_of: dict[Any, Fact] = dict(zip(jaxpr.jaxpr.invars, facts, strict=True))
         fact_of |= {var: _constant(value) for var, value in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)}
@@ -164,7 +167,7 @@ class _Equations:
             fact_of.update(zip(eqn.outvars, self._results(eqn, [of(atom) for atom in eqn.invars]), strict=False))
         return [of(atom) for atom in jaxpr.jaxpr.outvars]
 
-    def _results(self, eqn: Any, operands: list[Fact]) -> list[Fact]:
+    def _results(self, eqn: JaxprEqn, operands: list[Fact]) -> list[Fact]:
         inside = bodies(eqn)
         if is_tap(eqn):
             self._running.passes(eqn)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from remat_jax.core.walk import equations
 from remat_jax.parity.capture_flax import TracedPass, trace_step
@@ -255,7 +256,7 @@ def _torch_gelu(module: Any) -> str:
     return next((name for name, right in forms.items() if torch.allclose(made, right, 0, 1e-6)), "")
 
 
-def _form(eqn: Any) -> str:
+def _form(eqn: JaxprEqn) -> str:
     """The form of GELU that an equation belongs to, or ""."""
     if eqn.primitive.name == "mul":
         numbers = [np.asarray(atom.val) for atom in eqn.invars if hasattr(atom, "val")]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 
 from remat_jax import compat
 from remat_jax.compat import rules
@@ -89,7 +89,9 @@ class TapVisit:
         return "/".join(str(next(indices)) if part is None else part for part in self.parts)
 
 
-def visits(jaxpr: Any, paths: Sequence[tuple[str, ...]], depths: dict[tuple[int, int], int] | None = None) -> list[TapVisit]:
+def visits(
+    jaxpr: ClosedJaxpr, paths: Sequence[tuple[str, ...]], depths: dict[tuple[int, int], int] | None = None
+) -> list[TapVisit]:
     """The visits of the closed `jaxpr`'s taps, in the order of `evaluate`; `paths` has every call's module path."""
     depths, reached = {} if depths is None else depths, list[TapVisit]()
     for eqn in jaxpr.jaxpr.eqns:
@@ -102,7 +104,7 @@ def visits(jaxpr: Any, paths: Sequence[tuple[str, ...]], depths: dict[tuple[int,
     return reached
 
 
-def _in_every_iteration(eqn: Any, inside: list[TapVisit], depths: dict[tuple[int, int], int]) -> list[TapVisit]:
+def _in_every_iteration(eqn: JaxprEqn, inside: list[TapVisit], depths: dict[tuple[int, int], int]) -> list[TapVisit]:
     """The visits of a scan, given the visits of its body.
 
     In a path, the loop's index comes after the prefix that all module paths in the body share.
@@ -123,14 +125,14 @@ def _turns(scan: Any) -> range:
     return forwards[::-1] if scan.params["reverse"] else forwards
 
 
-def evaluate(jaxpr: Any, args: Sequence[Any], given: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
+def evaluate(jaxpr: ClosedJaxpr, args: Sequence[Any], given: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
     """Evaluate the closed `jaxpr`; return its outputs and the value at each tap, in the order of `visits`.
 
     `given` maps the index of a visit to an array that replaces the value there; None keeps the value.
     """
     values: list[Any] = []
 
-    def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
+    def visit(eqn: JaxprEqn, inputs: list[Any]) -> list[Any] | None:
         if is_tap(eqn):
             other = given.get(len(values))
             values.append(inputs[0])
@@ -145,7 +147,7 @@ def evaluate(jaxpr: Any, args: Sequence[Any], given: Mapping[int, Any]) -> tuple
     return interpret(jaxpr, args, visit), values
 
 
-def _scan(eqn: Any, body: Any, inputs: list[Any], visit: Visit) -> list[Any]:
+def _scan(eqn: JaxprEqn, body: ClosedJaxpr, inputs: list[Any], visit: Visit) -> list[Any]:
     """Run a scan as a Python loop: another model can reuse the compiled operations, but not a compiled loop."""
     consts, carried = compat.scan_layout(eqn)
     # NumPy arrays are cheap to index; RNG keys stay in JAX.
@@ -162,7 +164,7 @@ def _is_key(x: Any) -> bool:
     return bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended))
 
 
-def is_tap(eqn: Any) -> bool:
+def is_tap(eqn: JaxprEqn) -> bool:
     """Whether an equation is a tap on a value or a cotangent; taps on tangents are ignored."""
     return eqn.primitive is tap_p and eqn.params["what"] != "tangent"
 
@@ -190,7 +192,7 @@ class Running:
             del self._calls[self._calls.index(label.call) :]
 
 
-def _body(eqn: Any) -> Any | None:
+def _body(eqn: JaxprEqn) -> Any | None:
     """The jaxpr that `eqn` evaluates once, or in every iteration, on the inputs of `eqn`; None if its taps are not read."""
     inside = bodies(eqn)
     fits = len(inside) == 1 and len(inside[0].in_avals) == len(eqn.invars)

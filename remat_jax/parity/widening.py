@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core import ClosedJaxpr
 
 from remat_jax.errors import ArgumentError, RematError
 from remat_jax.parity.capture_flax import TracedPass, trace_step
@@ -64,7 +65,7 @@ def _traced(case: Case, structure: Callable[[str], tuple[Any, Any]]) -> TracedPa
         return trace_step(module, shapes, inputs, call=case.traced_call(module), backward=False)
 
 
-def _refuse_dropout(module: Any, jaxpr: Any) -> None:
+def _refuse_dropout(module: Any, jaxpr: ClosedJaxpr) -> None:
     """Refuse an NNX model whose results depend on random numbers, and that has an active dropout."""
     if not isinstance(module, nnx.Module) or not draws_random_numbers(jaxpr):
         return

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.apply import scope
@@ -171,7 +172,7 @@ class _MarkedCall:
 _VIEWS = frozenset({"broadcast_in_dim", "copy", "dynamic_slice", "reshape", "slice", "squeeze", "transpose"})
 
 
-def _walk(jaxpr: Any, untrained: Sequence[bool], sources: Sequence[_Source], place: _Place) -> Iterator[_MarkedCall]:
+def _walk(jaxpr: ClosedJaxpr, untrained: Sequence[bool], sources: Sequence[_Source], place: _Place) -> Iterator[_MarkedCall]:
     """The block calls in the closed `jaxpr`; `untrained` flags inputs that do not depend on a trained parameter."""
     fixed = flagged(jaxpr, untrained, all_inputs)
     where: dict[Any, _Source] = dict(zip(jaxpr.jaxpr.invars, sources, strict=True))
@@ -191,7 +192,7 @@ def _walk(jaxpr: Any, untrained: Sequence[bool], sources: Sequence[_Source], pla
         where.update((var, inputs[0] if view else _Source()) for var in eqn.outvars)
 
 
-def _inside(eqn: Any, flags: list[bool], inputs: list[_Source], place: _Place) -> Iterator[_MarkedCall]:
+def _inside(eqn: JaxprEqn, flags: list[bool], inputs: list[_Source], place: _Place) -> Iterator[_MarkedCall]:
     name = eqn.primitive.name
     if name == "scan":
         body = compat.closed(eqn.params["jaxpr"])

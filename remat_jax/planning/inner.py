@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from remat_jax import compat
 from remat_jax.core.walk import bodies, equations, given_names
@@ -17,7 +18,7 @@ _DROPS = (None, jax.checkpoint_policies.nothing_saveable)
 """The policies of checkpoints that save only their inputs."""
 
 
-def inner_names(jaxpr: Any) -> frozenset[str]:
+def inner_names(jaxpr: ClosedJaxpr) -> frozenset[str]:
     """The names of the arrays that checkpoints in the closed `jaxpr` drop, if these checkpoints save only their inputs."""
     regions = filter(compat.is_checkpoint, equations(jaxpr))
     dropping = (eqn for eqn in regions if compat.checkpoint_parts(eqn)[1].get("policy") in _DROPS)

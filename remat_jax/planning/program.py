@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn
 
 from remat_jax import compat
 from remat_jax.core import BlockUnderPolicy, is_smooth
@@ -250,7 +251,7 @@ def _moved(name: str, path: str, to: str) -> str:
     return to + name[len(path) :] if name.startswith((path + ":", path + "/")) else name
 
 
-def _flops(eqn: Any) -> int:
+def _flops(eqn: JaxprEqn) -> int:
     """The FLOPs of an equation's matmuls and convolutions, times the trip counts of loops; custom kernels do not count."""
     return eqn_flops(eqn) + over_bodies(eqn, lambda body: sum(_flops(inner.eqn) for inner in flatten(body).eqns))
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.core.walk import bodies, equations, variables
 
 
-def unread_inputs(jaxpr: Any) -> list[bool]:
+def unread_inputs(jaxpr: ClosedJaxpr) -> list[bool]:
     """For each input of a closed jaxpr, whether dead-code elimination finds that no result depends on it.
 
     >>> import jax
@@ -24,7 +25,7 @@ def unread_inputs(jaxpr: Any) -> list[bool]:
     return [var not in read for var in jaxpr.jaxpr.invars]
 
 
-def draws_random_numbers(jaxpr: Any) -> bool:
+def draws_random_numbers(jaxpr: ClosedJaxpr) -> bool:
     """Whether a result of a closed jaxpr depends on random bits.
 
     >>> import jax
@@ -37,7 +38,7 @@ def draws_random_numbers(jaxpr: Any) -> bool:
 _RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 
 
-def has_narrow_tables(jaxpr: Any, wide: Callable[[], Any]) -> bool:
+def has_narrow_tables(jaxpr: ClosedJaxpr, wide: Callable[[], Any]) -> bool:
     """Whether a result of a closed jaxpr in float64 depends on an array that was rounded to a narrower dtype when it was made.
 
     Such an array is computed inside in a narrower dtype, or it is a constant, such as a rotary table. `wide()` is the jaxpr of
@@ -57,7 +58,7 @@ def has_narrow_tables(jaxpr: Any, wide: Callable[[], Any]) -> bool:
 _ARITHMETIC = frozenset("mul div exp exp2 log log1p sin cos pow integer_pow sqrt rsqrt tanh dot_general cumsum".split())
 
 
-def _constants(jaxpr: Any) -> list[np.ndarray]:
+def _constants(jaxpr: ClosedJaxpr) -> list[np.ndarray]:
     """The floating-point constants that are no scalars, in float64."""
     needed = compat.dce(jaxpr, keep_inputs=False)
     atoms = [atom.val for eqn in equations(needed) for atom in eqn.invars if hasattr(atom, "val")]
@@ -68,7 +69,7 @@ def _is_narrow(array: Any) -> bool:
     return _is_floating(array) and array.dtype != jnp.float64
 
 
-def down_casts(jaxpr: Any) -> list[str]:
+def down_casts(jaxpr: ClosedJaxpr) -> list[str]:
     """A text for each cast from float64 on which a floating-point result depends: the dtypes and the name stack.
 
     A cast whose value then becomes an integer or a boolean, such as a position's bucket, is not listed: a wrong bucket shows in
@@ -88,7 +89,7 @@ def down_casts(jaxpr: Any) -> list[str]:
     return list(casts)
 
 
-def _needed(jaxpr: Any, results: Sequence[bool], casts: dict[str, None]) -> list[bool]:
+def _needed(jaxpr: ClosedJaxpr, results: Sequence[bool], casts: dict[str, None]) -> list[bool]:
     """For each argument, whether outputs marked in `results` depend on it through floating-point arrays.
 
     The casts from float64 on these paths are added to `casts`.
@@ -107,7 +108,7 @@ def _needed(jaxpr: Any, results: Sequence[bool], casts: dict[str, None]) -> list
     return [var in needed for var in jaxpr.jaxpr.invars]
 
 
-def _inputs(eqn: Any, which: list[bool], casts: dict[str, None]) -> list[Any]:
+def _inputs(eqn: JaxprEqn, which: list[bool], casts: dict[str, None]) -> list[Any]:
     """The inputs on which the outputs of an equation marked in `which` depend; all inputs if the equation has no body."""
     inside = bodies(eqn)
     if not inside:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from remat_jax import compat
 from remat_jax.core.softmax_products import TracedProduct, traced_products
@@ -84,7 +85,7 @@ def chunked_heads(loss: Callable[..., Any], *args: Any, chunks: int = CHUNKS) ->
 class _Plan:
     """The regions of a closed jaxpr that run in chunks, and the order of all operations."""
 
-    def __init__(self, jaxpr: Any, chunks: int) -> None:
+    def __init__(self, jaxpr: ClosedJaxpr, chunks: int) -> None:
         jaxpr = compat.dce(jaxpr)
         products = {id(product.eqn) for product in traced_products(jaxpr) if _may_be_head(product)}
         self.program = program_of(jaxpr, products)

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from remat_jax import compat
 from remat_jax.core.axes import AxisPlace, Passage
@@ -133,7 +134,7 @@ class _Unknown(Exception):
     """Raised for a call whose operands are not those of the function inside it."""
 
 
-def _inner(region: ExampleRegion, node: Operation, body: Any, cuts: Sequence[AxisPlace | None]) -> ExampleRegion:
+def _inner(region: ExampleRegion, node: Operation, body: ClosedJaxpr, cuts: Sequence[AxisPlace | None]) -> ExampleRegion:
     """The region of a body of `node` whose operands have rows at `cuts`."""
     if len(body.in_avals) != len(cuts):
         raise _Unknown
@@ -147,7 +148,7 @@ def _inner(region: ExampleRegion, node: Operation, body: Any, cuts: Sequence[Axi
 
 
 def _through_body(
-    region: ExampleRegion, node: Operation, body: Any, cuts: Sequence[AxisPlace | None]
+    region: ExampleRegion, node: Operation, body: ClosedJaxpr, cuts: Sequence[AxisPlace | None]
 ) -> tuple[list[AxisPlace | None], list[Outcome]]:
     inner = _inner(region, node, body, cuts)
     region.inner.setdefault(node, []).append(inner)

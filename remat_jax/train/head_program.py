@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.core.walk import bodies, equations
@@ -85,7 +86,7 @@ class Program:
         return {value: (node, place) for node in self.nodes for place, value in enumerate(node.results)}
 
 
-def program_of(jaxpr: Any, heads: Collection[int] = (), varying: Sequence[bool] | None = None) -> Program:
+def program_of(jaxpr: ClosedJaxpr, heads: Collection[int] = (), varying: Sequence[bool] | None = None) -> Program:
     """The closed `jaxpr` as a Program. Calls are inlined if they are a plain `jit`, or around or after a head.
 
     `heads` are the ids of the equations that make logits. `varying` says which inputs depend on logits.
@@ -101,7 +102,7 @@ class _Inlining:
     def __init__(self, program: Program, heads: Collection[int]) -> None:
         self.program, self.heads, self.varying = program, heads, set[Value]()
 
-    def walk(self, jaxpr: Any, inputs: Sequence[Any], within: tuple[Any, ...]) -> list[Any]:
+    def walk(self, jaxpr: ClosedJaxpr, inputs: Sequence[Any], within: tuple[Any, ...]) -> list[Any]:
         """Append the operations of the closed `jaxpr`, and return its outputs."""
         env: dict[Any, Any] = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True):
@@ -121,7 +122,7 @@ class _Inlining:
         if id(node.eqn) in self.heads or not self.varying.isdisjoint(node.values):
             self.varying.update(node.results)
 
-    def _inlined(self, eqn: Any, operands: Sequence[Any], within: tuple[Any, ...]) -> list[Any] | None:
+    def _inlined(self, eqn: JaxprEqn, operands: Sequence[Any], within: tuple[Any, ...]) -> list[Any] | None:
         """The results of the call `eqn`, inlined; None if it stays a node."""
         inside = bodies(eqn)
         if not inside or len(inside[0].in_avals) != len(operands):
@@ -135,7 +136,7 @@ class _Inlining:
             return self.walk(inside[0], operands, (*within, eqn))
         return None
 
-    def _split(self, eqn: Any, body: Any, operands: Sequence[Any], within: tuple[Any, ...]) -> list[Any]:
+    def _split(self, eqn: JaxprEqn, body: ClosedJaxpr, operands: Sequence[Any], within: tuple[Any, ...]) -> list[Any]:
         """Inline a checkpoint region around a head: what precedes the head stays in a region with the same policy."""
         start = len(self.program.nodes)
         outputs = self.walk(body, operands, (*within, eqn))

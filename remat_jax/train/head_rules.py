@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from remat_jax import compat
 from remat_jax.core.axes import AxisPlace, Passage
@@ -56,7 +57,7 @@ class DerivativeRule:
 
     def __init__(
         self,
-        eqn: Any,
+        eqn: JaxprEqn,
         cuts: Sequence[AxisPlace | None],
         results: Sequence[AxisPlace | None],
         positions: int,
@@ -100,7 +101,7 @@ class DerivativeRule:
         return rule
 
 
-def traced_rule(eqn: Any) -> tuple[Any, list[list[bool]]]:
+def traced_rule(eqn: JaxprEqn) -> tuple[Any, list[list[bool]]]:
     """The derivative rule of the call `eqn` as a closed jaxpr, and which operands and results of the call have derivatives."""
     is_jvp = _is_jvp(eqn)
     types = [[jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms] for atoms in (eqn.invars, eqn.outvars)]
@@ -121,7 +122,7 @@ def traced_rule(eqn: Any) -> tuple[Any, list[list[bool]]]:
         return compat.dce(jax.make_jaxpr(rule)(types[0], directions)), smooth
 
 
-def _with_rule(eqn: Any, function: Callable[..., Any], rule: Callable[[], Callable[..., list[Any]]]) -> Callable[..., Any]:
+def _with_rule(eqn: JaxprEqn, function: Callable[..., Any], rule: Callable[[], Callable[..., list[Any]]]) -> Callable[..., Any]:
     """`function`, which evaluates the call `eqn` for a chunk, with the derivative rule of the call."""
     if _is_jvp(eqn):
         with_jvp = jax.custom_jvp(lambda *args: function(*args))
@@ -144,7 +145,7 @@ def _with_rule(eqn: Any, function: Callable[..., Any], rule: Callable[[], Callab
     return with_vjp
 
 
-def _is_jvp(eqn: Any) -> bool:
+def _is_jvp(eqn: JaxprEqn) -> bool:
     return compat.kind(eqn).startswith("custom_jvp")
 
 

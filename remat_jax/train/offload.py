@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from remat_jax import compat
@@ -83,7 +84,7 @@ def _made_at(leaf: Any) -> tuple[int, ...]:
     return () if made is None else (made[0], *_made_inside(*made[1:]))
 
 
-def _made_inside(eqn: Any, var: Any) -> tuple[int, ...]:
+def _made_inside(eqn: JaxprEqn, var: Any) -> tuple[int, ...]:
     """Where the body of a call (`jit`, `checkpoint`, …) computes the call's output `var`, as in `_made_at`; else `()`."""
     bodies = [compat.closed(value).jaxpr for value in eqn.params.values() if compat.is_jaxpr(value)]
     if len(bodies) != 1 or len(bodies[0].outvars) != len(eqn.outvars):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from remat_jax import compat
 from remat_jax.core.axes import AxisPlace, Passage, resized
@@ -96,7 +97,7 @@ def _check_bodies(region: ExampleRegion, one: Operation, two: Operation, rows: i
         twins_of(each, other, each.program.outputs, rows)
 
 
-def _inside(eqn: Any) -> list[Any]:
+def _inside(eqn: JaxprEqn) -> list[Any]:
     return [inner for body in bodies(eqn) for inner in equations(body)]
 
 

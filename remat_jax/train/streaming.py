@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.core.walk import bodies, filled, interpret, retrace, variables
@@ -82,7 +83,7 @@ class Stream:
 
     def __init__(
         self,
-        jaxpr: Any,
+        jaxpr: ClosedJaxpr,
         args: Sequence[Any],
         *,
         from_host: Sequence[bool],
@@ -159,7 +160,7 @@ class Stream:
                     for eqn in eqns:
                         self._evaluate(eqn)
 
-    def _up_to(self, eqn: Any) -> list[Any]:
+    def _up_to(self, eqn: JaxprEqn) -> list[Any]:
         """`eqn`; if it has effects, also the equations with effects that must run before it."""
         if not eqn.effects:
             return [eqn]
@@ -192,7 +193,7 @@ class Stream:
             self.finished.clear()
         self.values[var] = jax.device_put(value, DEVICE)
 
-    def _evaluate(self, eqn: Any) -> None:
+    def _evaluate(self, eqn: JaxprEqn) -> None:
         if eqn.effects:
             self.effects.popleft()
         outputs = compat.bind(eqn, [self._use(atom) for atom in eqn.invars])
@@ -227,10 +228,10 @@ def _is_literal(atom: Any) -> bool:
     return hasattr(atom, "val")
 
 
-def inlined(jaxpr: Any, selects: Callable[[Any], bool]) -> Any:
+def inlined(jaxpr: ClosedJaxpr, selects: Callable[[Any], bool]) -> Any:
     """The closed `jaxpr` with each call that `selects` chooses replaced by its body. Calls inside these bodies are included."""
 
-    def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
+    def visit(eqn: JaxprEqn, inputs: list[Any]) -> list[Any] | None:
         if not selects(eqn):
             return None
         with compat.eqn_context(eqn):

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from remat_jax import compat
 from remat_jax.core.walk import equations
@@ -110,7 +111,7 @@ def with_precision(dtype: Any, precision: Any) -> Any:
     return jnp.promote_types(wide(precision), jnp.complex64)
 
 
-def overflows_early(jaxpr: Any) -> bool:
+def overflows_early(jaxpr: ClosedJaxpr) -> bool:
     """Whether the closed `jaxpr` computes floats with a smaller range than float32 and bfloat16, such as float16."""
     dtypes = {getattr(var.aval, "dtype", None) for eqn in equations(jaxpr) for var in (*eqn.invars, *eqn.outvars)}
     floats = (dtype for dtype in dtypes if dtype is not None and jnp.issubdtype(dtype, jnp.floating))

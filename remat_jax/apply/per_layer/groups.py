@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from remat_jax import compat
 from remat_jax.apply.audit import layers_text
@@ -48,7 +49,7 @@ class EquationGroup:
 
 
 def in_parts(
-    jaxpr: Any,
+    jaxpr: ClosedJaxpr,
     starts: Sequence[Positions],
     counts: Sequence[Counter[Block]],
     policies: Mapping[Block, LayerPolicies],
@@ -161,7 +162,7 @@ def _sorted_out(eqns: Sequence[Any], first: int, last: int, members: set[int]) -
     return before, inside
 
 
-def _equation_group(jaxpr: Any, inside: Sequence[Any], behind: Sequence[Any], groups: Groups) -> EquationGroup:
+def _equation_group(jaxpr: ClosedJaxpr, inside: Sequence[Any], behind: Sequence[Any], groups: Groups) -> EquationGroup:
     made = {var: None for eqn in inside for var in eqn.outvars}
     read = {atom: None for eqn in inside for atom in variables(eqn.invars) if atom not in made}
     outside = {atom for eqn in behind for atom in variables(eqn.invars)} | set(variables(jaxpr.jaxpr.outvars))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
@@ -45,7 +46,9 @@ class _Program:
 _programs: tuple[_Program, ...] = ()
 
 
-def evaluate(jaxpr: Any, args: Sequence[Any], blocks: frozenset[Block], audit: Audit) -> tuple[list[Any], Counter[Block]]:
+def evaluate(
+    jaxpr: ClosedJaxpr, args: Sequence[Any], blocks: frozenset[Block], audit: Audit
+) -> tuple[list[Any], Counter[Block]]:
     """`layered.evaluate`, but an identical program is not compiled again."""
     global _programs
     jaxpr, consts = compat.hoist_consts(jaxpr)
@@ -62,7 +65,7 @@ def evaluate(jaxpr: Any, args: Sequence[Any], blocks: frozenset[Block], audit: A
     return compat.jaxpr_function(program.resolved)(*consts, *args), program.counts
 
 
-def _resolved(jaxpr: Any, blocks: frozenset[Block], settings: Any) -> _Program:
+def _resolved(jaxpr: ClosedJaxpr, blocks: frozenset[Block], settings: Any) -> _Program:
     audit, counts = Audit(), []
 
     def resolve(*args: Any) -> list[Any]:
@@ -75,7 +78,7 @@ def _resolved(jaxpr: Any, blocks: frozenset[Block], settings: Any) -> _Program:
     return _Program(settings, Original(jaxpr), with_jits, counts[-1], audit)
 
 
-def _loops_in_jit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
+def _loops_in_jit(eqn: JaxprEqn, inputs: list[Any]) -> list[Any] | None:
     """Evaluates a loop inside a `jit`, so that JAX caches its derivative and its compiled code too."""
     if eqn.primitive.name not in ("scan", "while", "cond"):
         return None

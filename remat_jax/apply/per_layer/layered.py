@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
 from remat_jax.apply.per_layer.groups import FULL, EquationGroup, Groups, in_parts, run_group
@@ -35,7 +37,9 @@ from remat_jax.identity import ByIdentity
 from remat_jax.policy import LayerPolicies, is_off
 
 
-def evaluate(jaxpr: Any, args: Sequence[Any], blocks: frozenset[Block], audit: Audit) -> tuple[list[Any], Counter[Block]]:
+def evaluate(
+    jaxpr: ClosedJaxpr, args: Sequence[Any], blocks: frozenset[Block], audit: Audit
+) -> tuple[list[Any], Counter[Block]]:
     """The outputs of the closed `jaxpr` on `args` with each mark of `blocks` under its policy, and each block's call count.
 
     Raises:
@@ -94,7 +98,7 @@ class _Resolver:
     audit: Audit
     grouped: Mapping[Block, LayerPolicies]
 
-    def run(self, jaxpr: Any, args: Sequence[Any], at: Positions, around: _Surroundings) -> list[Any]:
+    def run(self, jaxpr: ClosedJaxpr, args: Sequence[Any], at: Positions, around: _Surroundings) -> list[Any]:
         """Evaluate `jaxpr`. `at` counts the calls of each block before `jaxpr`; the calls in `jaxpr` are added to it."""
         eqns = jaxpr.jaxpr.eqns
         counts, starts = [count_in(eqn, self.blocks) for eqn in eqns], []
@@ -114,7 +118,7 @@ class _Resolver:
     def _visitor(self, first: Mapping[Any, Positions], around: _Surroundings) -> Visit:
         """Returns a function that evaluates equations. `first`: an equation with blocks → the `Positions` before it."""
 
-        def visit(eqn: Any, inputs: list[Any]) -> list[Any] | None:
+        def visit(eqn: JaxprEqn, inputs: list[Any]) -> list[Any] | None:
             if eqn not in first:
                 return None
             mark, at = mark_of(eqn), first[eqn].copy()
@@ -165,7 +169,13 @@ class _Resolver:
         return list(run(*inputs))
 
     def _block(
-        self, mark: Mark, body: Any, values: Sequence[Any], place: int, around: _Surroundings, rows: Mapping[int, StackRow]
+        self,
+        mark: Mark,
+        body: ClosedJaxpr,
+        values: Sequence[Any],
+        place: int,
+        around: _Surroundings,
+        rows: Mapping[int, StackRow],
     ) -> list[Any]:
         policy, run, span, alone = mark.marked.policy, None, None, False
         if around.idle:
@@ -186,7 +196,7 @@ class _Resolver:
         with compat.layers_scope(span):
             return bind_block(block, values, looped=around.looped or None, apart=around.apart, rows=rows, scans=around.scans)
 
-    def _scan(self, eqn: Any, inputs: list[Any], at: Positions, around: _Surroundings) -> list[Any]:
+    def _scan(self, eqn: JaxprEqn, inputs: list[Any], at: Positions, around: _Surroundings) -> list[Any]:
         cut = Cut(eqn, self.blocks, None if around.idle else at, around.groups)
         if len(cut.segments) > 1 or any(segment.group for segment in cut.segments):
             with compat.eqn_context(eqn):
@@ -211,11 +221,11 @@ class _Resolver:
 
         return rebind(eqn, inputs, lambda _, body: retrace(body, one_round))
 
-    def _other(self, eqn: Any, inputs: list[Any], at: Positions, around: _Surroundings) -> list[Any]:
+    def _other(self, eqn: JaxprEqn, inputs: list[Any], at: Positions, around: _Surroundings) -> list[Any]:
         """Evaluate any other equation with blocks inside, such as a call, a branch or a `while` loop."""
         around = around.inside(looped=eqn.primitive.name == "while")
 
-        def inside(_: str, body: Any) -> Any:
+        def inside(_: str, body: ClosedJaxpr) -> Any:
             here = around if is_differentiated(eqn, body) else replace(around, idle=True)
             return retrace(body, lambda *args: self.run(body, args, at.copy(), here))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax.core.marks import Block, Mark, mark_of, name_of
 from remat_jax.core.walk import bodies, differentiated_bodies, equations
@@ -15,7 +16,7 @@ Positions = Counter[Block]
 """For each block: the number of its calls before the current equation."""
 
 
-def checked_counts(jaxpr: Any, blocks: frozenset[Block]) -> Counter[Block]:
+def checked_counts(jaxpr: ClosedJaxpr, blocks: frozenset[Block]) -> Counter[Block]:
     """How often each of `blocks` runs in one evaluation of the closed `jaxpr`, checked against its policies.
 
     Raises:
@@ -40,7 +41,7 @@ def _another_number(block: Block, policies: LayerPolicies, calls: int) -> str:
     )
 
 
-def _refuse_while(eqn: Any, blocks: frozenset[Block]) -> None:
+def _refuse_while(eqn: JaxprEqn, blocks: frozenset[Block]) -> None:
     for mark in (mark for body in bodies(eqn) for mark in marks(body)):
         if mark.marked.block in blocks and isinstance(mark.marked.policy, LayerPolicies):
             raise UnsupportedError(
@@ -49,7 +50,7 @@ def _refuse_while(eqn: Any, blocks: frozenset[Block]) -> None:
             )
 
 
-def marks(jaxpr: Any) -> Iterator[Mark]:
+def marks(jaxpr: ClosedJaxpr) -> Iterator[Mark]:
     """Every mark in the closed `jaxpr` that JAX differentiates, at any depth, also inside other marks."""
     for eqn in jaxpr.jaxpr.eqns:
         mark = mark_of(eqn)
@@ -61,7 +62,7 @@ def marks(jaxpr: Any) -> Iterator[Mark]:
                 yield from marks(body)
 
 
-def count(jaxpr: Any, blocks: frozenset[Block]) -> Counter[Block]:
+def count(jaxpr: ClosedJaxpr, blocks: frozenset[Block]) -> Counter[Block]:
     """How often each of `blocks` runs in one evaluation of the closed `jaxpr`. A `while` loop counts as one iteration."""
     total: Counter[Block] = Counter()
     for eqn in jaxpr.jaxpr.eqns:
@@ -69,7 +70,7 @@ def count(jaxpr: Any, blocks: frozenset[Block]) -> Counter[Block]:
     return total
 
 
-def count_in(eqn: Any, blocks: frozenset[Block]) -> Counter[Block]:
+def count_in(eqn: JaxprEqn, blocks: frozenset[Block]) -> Counter[Block]:
     """How often each of `blocks` runs in one equation. A block that is present but never runs has the count 0."""
     mark = mark_of(eqn)
     if mark is not None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.apply.per_layer.groups import Groups, RoundGroups, scan_of_groups
@@ -61,7 +62,7 @@ class Cut:
     no segments if `at` is None or the scan has no iterations.
     """
 
-    def __init__(self, eqn: Any, blocks: frozenset[Block], at: Positions | None, groups: Groups) -> None:
+    def __init__(self, eqn: JaxprEqn, blocks: frozenset[Block], at: Positions | None, groups: Groups) -> None:
         self.eqn, self.blocks = eqn, blocks
         self.body = compat.closed(eqn.params["jaxpr"])
         self.each = count(self.body, blocks)
@@ -170,7 +171,7 @@ class Cut:
         return True
 
 
-def only_in_blocks(body: Any, blocks: frozenset[Block]) -> list[bool]:
+def only_in_blocks(body: ClosedJaxpr, blocks: frozenset[Block]) -> list[bool]:
     """For each input of the closed `body`, whether blocks can read it from a stack: it is numeric, and only blocks read it.
 
     Equations whose results nothing reads do not count: a block takes over the views of its parameters (`apply.region`).
@@ -185,7 +186,7 @@ def only_in_blocks(body: Any, blocks: frozenset[Block]) -> list[bool]:
     return [var in in_blocks - read and bool(jnp.issubdtype(var.aval.dtype, jnp.number)) for var in body.jaxpr.invars]
 
 
-def _by_blocks(eqn: Any, blocks: frozenset[Block]) -> list[bool]:
+def _by_blocks(eqn: JaxprEqn, blocks: frozenset[Block]) -> list[bool]:
     """For each operand of `eqn`, whether only blocks read it."""
     mark = mark_of(eqn)
     if mark is not None:
@@ -195,6 +196,6 @@ def _by_blocks(eqn: Any, blocks: frozenset[Block]) -> list[bool]:
     return [False] * len(eqn.invars)
 
 
-def is_opened(eqn: Any, blocks: frozenset[Block]) -> bool:
+def is_opened(eqn: JaxprEqn, blocks: frozenset[Block]) -> bool:
     """Whether `eqn` is a `jit` without options that contains blocks, so that its body can be inlined in a scan."""
     return compat.is_plain_jit(eqn) and bool(count_in(eqn, blocks))

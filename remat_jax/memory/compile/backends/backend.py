@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from jax.extend.core import ClosedJaxpr
+
 from remat_jax.hardware import Target
 from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.memory.compile.options import Kernels
@@ -76,7 +78,7 @@ class Backend(abc.ABC):
         """JAX's number of cores in a device, which Pallas kernels may read; None where JAX has no such number."""
         return None
 
-    def check_program(self, jaxpr: Any) -> None:  # noqa: B027
+    def check_program(self, jaxpr: ClosedJaxpr) -> None:  # noqa: B027
         """Raise UnsupportedError if a traced program contains what the compiler is known to refuse."""
 
     def refused_offload(self, *, scanned: bool, nested: bool, devices: int) -> RefusedOffload | None:

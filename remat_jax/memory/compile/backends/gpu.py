@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from remat_jax import compat
 from remat_jax.core.nested_offload import refuse_nested_offload
@@ -59,7 +60,7 @@ class GpuBackend(Backend):
         topology = f"1x{target.hosts}x{target.devices // target.hosts}"
         return {"platform": "cuda", "target_config": target.compiler_description, "topology": topology}
 
-    def check_program(self, jaxpr: Any) -> None:
+    def check_program(self, jaxpr: ClosedJaxpr) -> None:
         """XLA:GPU cannot compile offload in a scan inside another scan."""
         refuse_nested_offload(jaxpr)
 
