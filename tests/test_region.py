@@ -88,3 +88,14 @@ def test_an_effect_that_cannot_be_repeated_is_refused() -> None:
 
     with pytest.raises(UnsupportedError, match=r"io_callback"):
         jax.grad(lambda x: rj.remat(block)(x))(1.0)
+
+
+@pytest.mark.versions
+def test_an_integer_output_has_no_derivative() -> None:
+    def block(x: Any) -> Any:
+        return jnp.sin(x) * x, jnp.argmax(x)
+
+    def pushed(block: Any) -> Any:
+        return jax.grad(lambda x: jax.jvp(block, (x,), (2 * x,))[1][0].sum())(jnp.arange(3.0))
+
+    assert_same(pushed(rj.remat(block)), pushed(block), tolerance=1e-6)

@@ -83,7 +83,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Jaxpr, **par
     results = region_p.bind(*consts, *primals, *given, jaxpr=body.jaxpr, **params)
     outputs, changes = results[: len(smooth)], iter(results[len(smooth) :])
     return outputs, [
-        next(changes) if flag else _ad.Zero.from_primal_value(out) for out, flag in zip(outputs, smooth, strict=True)
+        next(changes) if flag else rules.Zero(jax.typeof(out).to_tangent_aval())
+        for out, flag in zip(outputs, smooth, strict=True)
     ]
 
 
