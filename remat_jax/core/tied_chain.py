@@ -79,8 +79,9 @@ _links: ContextVar[tuple[_Link, ...]] = ContextVar("links", default=())
 # A block takes a link only from the last two linked blocks. Arrays that it fetches in its backward pass are on the device until
 # the backward passes of all blocks in between are done. One block in between is allowed, for models with two parallel streams.
 _MOST_LINKS = 2
-# For each kind of block (a key that `_handed` makes), the arrays that such a block leaves on the host.
-_handed_by_kind: dict[Any, list[_Handed]] = {}
+# For each kind of block (a key that `_handed` makes), JAX's trace state when such a block was called last, and the arrays that it
+# leaves on the host. In another trace a block may have other blocks inside, which its key does not show.
+_handed_by_kind: dict[Any, tuple[Any, list[_Handed]]] = {}
 _MOST_KINDS = 64
 _unlinked: ContextVar[bool] = ContextVar("unlinked", default=False)
 
@@ -156,8 +157,8 @@ def _handed(
 ) -> list[_Handed]:
     """The arrays that `block` leaves on the host and can hand on when it is differentiated along the `live` inputs.
 
-    Finding them costs a trace, so blocks with the same policy, types and primitives are assumed to leave the same arrays. If a
-    block leaves other arrays, it hands nothing on (`_jvp`).
+    Finding them costs a trace, so in one trace blocks with the same policy, types and primitives are assumed to leave the same
+    arrays. If a block leaves other arrays, it hands nothing on (`_jvp`).
     """
     places = tuple(offer.place for offer in offers)
     # An array that is passed twice is one residual.
@@ -165,9 +166,11 @@ def _handed(
     same = tuple(first.setdefault(value, place) for place, value in enumerate(values))
     avals = tuple(map(str, block.jaxpr.in_avals))
     key = block.policy, len(block.offloaded), avals, live, places, same, _steps(block.jaxpr)
-    handed = _handed_by_kind.get(key)
-    if handed is None:
-        handed = _handed_by_kind[key] = _left_on_host(run, block, same, live, offers)
+    here = jex.get_opaque_trace_state()
+    state, handed = _handed_by_kind.get(key, (None, []))
+    if state != here:
+        handed = _left_on_host(run, block, same, live, offers)
+        _handed_by_kind[key] = here, handed
         for oldest in list(_handed_by_kind)[:-_MOST_KINDS]:
             _handed_by_kind.pop(oldest, None)
     return handed
