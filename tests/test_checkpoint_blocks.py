@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import flax.linen as nn
@@ -18,7 +19,18 @@ import pytest
 import remat_jax as rj
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import BlockError, NoEffectError
-from tests.small_models import Attention, Linear, Mlp, assert_bit_equal, assert_same, make_loss, times, to_host
+from tests.small_models import (
+    Attention,
+    Linear,
+    Mlp,
+    assert_bit_equal,
+    assert_same,
+    block_by_hand,
+    make_loss,
+    times,
+    to_host,
+    values,
+)
 
 # Matmuls of value and gradient of two `Mlp`s: 4 forward, 8 backward minus 1 for the input, and 2 recomputed under `full`.
 PLAIN, FULL = 11, 13
@@ -35,41 +47,43 @@ def full(loss: Callable[..., Any], **more: Any) -> Callable[..., Any]:
 # --- traces that JAX keeps --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", [("plain", "full"), ("full", "plain"), ("full", "off", "plain", "dots", "full", "plain")])
-def test_each_call_does_what_it_says_whatever_was_traced_before(order: tuple[str, ...]) -> None:
+def test_each_call_does_what_it_says_whatever_was_traced_before() -> None:
     loss, params, x = make_loss()
-    jitted = jax.jit(loss)
+    jitted, step = jax.jit(loss), jax.jit(jax.value_and_grad(loss))
     of = {"plain": jitted} | {policy: rj.checkpoint_blocks(jitted, {Mlp: policy}) for policy in ("full", "off", "dots")}
     expected = {"plain": PLAIN, "full": FULL, "off": PLAIN, "dots": PLAIN}
-    for name in order:
-        assert counted(of[name], params, x) == expected[name], name
-        assert counted(jax.jit(of[name]), params, x) == expected[name], name
+    for name in ("full", "off", "plain", "dots", "full", "plain"):
+        assert counted(of[name], params, x) == counted(jax.jit(of[name]), params, x) == expected[name], name
         jax.grad(of[name])(params, x)
+    # A step that takes the gradient itself.
+    assert [matmuls(fn, params, x) for fn in (step, full(step), jax.jit(full(step)), step)] == [PLAIN, FULL, FULL, PLAIN]
+    assert_same(full(step)(params, x), step(params, x), 1e-6)
 
 
-def test_a_jit_outside_and_a_step_that_takes_the_gradient_itself() -> None:
-    loss, params, x = make_loss()
-    step = jax.jit(jax.value_and_grad(loss))
-    assert matmuls(step, params, x) == PLAIN
-    assert matmuls(rj.checkpoint_blocks(step, {Mlp: "full"}), params, x) == FULL
-    assert matmuls(jax.jit(rj.checkpoint_blocks(step, {Mlp: "full"})), params, x) == FULL
-    assert matmuls(step, params, x) == PLAIN
-    assert_same(rj.checkpoint_blocks(step, {Mlp: "full"})(params, x), step(params, x), 1e-6)
-
-
-def test_a_cached_trace_of_one_function_is_no_evidence_for_another() -> None:
+def test_an_error_comes_again_with_every_call() -> None:
     loss, params, x = make_loss()
     full(loss)(params, x)
+
+    @functools.partial(jax.jit, static_argnames="use")
+    def choose(params: Any, x: Any, use: bool) -> Any:
+        return loss(params, x) if use else jnp.sum(x)
+
     # The same policies, but this block is never called, directly or in a cached trace.
     without = jax.jit(lambda params, x: jnp.sum(Linear(4).apply(params, x)))
     linear_params = {"params": {"kernel": jnp.ones((4, 4))}}
+    sometimes, wrapped = full(choose), full(without)
+    misspelt = rj.checkpoint_blocks(jax.jit(loss), {Mlp: "save: *tanhh*"})
     for _ in range(2):
-        with pytest.raises(BlockError, match="block=Mlp: this class was never called"):
-            full(without)(linear_params, x)
-    wrapped = full(without)
-    for _ in range(2):
-        with pytest.raises(BlockError, match="block=Mlp: this class was never called"):
-            wrapped(linear_params, x)
+        sometimes(params, x, use=True)
+        for call in (
+            lambda: full(without)(linear_params, x),
+            lambda: wrapped(linear_params, x),
+            lambda: sometimes(params, x, use=False),
+        ):
+            with pytest.raises(BlockError, match="block=Mlp: this class was never called"):
+                call()
+        with pytest.raises(NoEffectError, match=r"'\*tanhh\*' matches no residual of layer_\d, layer_\d"):
+            misspelt(params, x)
 
 
 def test_a_trace_that_another_wrapper_cached_is_accepted_without_running_the_model_each_time() -> None:
@@ -86,28 +100,6 @@ def test_a_trace_that_another_wrapper_cached_is_accepted_without_running_the_mod
         full(lambda params: jitted(params, x))(params)
     # The second run checks the first cached trace.
     assert len(traced) == 2
-
-
-def test_every_call_of_one_function_is_looked_at() -> None:
-    loss, params, x = make_loss()
-
-    @functools.partial(jax.jit, static_argnames="use")
-    def choose(params: Any, x: Any, use: bool) -> Any:
-        return loss(params, x) if use else jnp.sum(x)
-
-    wrapped = full(choose)
-    for _ in range(2):
-        wrapped(params, x, use=True)
-        with pytest.raises(BlockError, match="never called"):
-            wrapped(params, x, use=False)
-
-
-def test_a_policy_that_failed_does_not_pass_the_second_time() -> None:
-    loss, params, x = make_loss()
-    wrapped = rj.checkpoint_blocks(jax.jit(loss), {Mlp: "save: *tanhh*"})
-    for _ in range(3):
-        with pytest.raises(NoEffectError, match=r"'\*tanhh\*' matches no residual of layer_\d, layer_\d"):
-            wrapped(params, x)
 
 
 def test_a_function_that_looks_at_values_works_and_is_still_checked() -> None:
@@ -129,60 +121,37 @@ def test_a_function_that_looks_at_values_works_and_is_still_checked() -> None:
 
 
 def test_nothing_is_kept_of_calls_and_arrays() -> None:
-    loss, params, x = make_loss()
-    wrapped = full(loss)
-    wrapped(params, x)
-
     class Marker:
-        pass
+        """An object with weak references."""
 
-    arrays = jax.tree.map(lambda leaf: leaf + 1, params)
-    leaf = weakref.ref(jax.tree.leaves(arrays)[0])
-    jax.grad(wrapped)(arrays, x)
-    del arrays
-    gc.collect()
-    assert leaf() is None
-    model = weakref.ref(marker := Marker())
+    loss, params, x = make_loss()
+    marker, arrays = Marker(), jax.tree.map(lambda leaf: leaf + 1, params)
+    gone = [weakref.ref(marker), weakref.ref(jax.tree.leaves(arrays)[0])]
     fn = full(lambda params, x, keep=marker: loss(params, x))
     fn(params, x)
-    del fn, marker
+    jax.grad(fn)(arrays, x)
+    del arrays, fn, marker
     gc.collect()
-    assert model() is None
+    assert [reference() for reference in gone] == [None, None]
 
 
 def test_threads_with_different_policies_do_not_meet() -> None:
     loss, params, x = make_loss()
-    jitted, counts, errors = jax.jit(loss), {}, []
-    start = threading.Barrier(4)
+    jitted, start = jax.jit(loss), threading.Barrier(4)
+    expected = {"off": PLAIN, "full": FULL, "dots": PLAIN, "offload_inputs": FULL}
 
-    def work(name: str, fn: Callable[..., Any]) -> None:
-        try:
-            start.wait()
-            counts[name] = [counted(fn, params, x) for _ in range(3)]
-        except BaseException as error:
-            errors.append(error)
+    def work(policy: str) -> list[int]:
+        start.wait()
+        return [counted(rj.checkpoint_blocks(jitted, {Mlp: policy}), params, x) for _ in range(3)]
 
-    jobs = {
-        "plain": jitted,
-        "full": full(jitted),
-        "dots": rj.checkpoint_blocks(jitted, {Mlp: "dots"}),
-        "offload": rj.checkpoint_blocks(jitted, {Mlp: "offload_inputs"}),
-    }
-    threads = [threading.Thread(target=work, args=job) for job in jobs.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert counts == {"plain": [PLAIN] * 3, "full": [FULL] * 3, "dots": [PLAIN] * 3, "offload": [FULL] * 3}
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, expected)) == [[count] * 3 for count in expected.values()]
 
 
 # --- which block ------------------------------------------------------------------------------------------------------
 
 
 class Pair(nn.Module):
-    """An attention and a feed-forward block, named by Flax."""
-
     @nn.compact
     def __call__(self, x: Any) -> Any:
         return Mlp()(Attention()(x))
@@ -225,32 +194,21 @@ def test_nested_calls_add_up_and_the_inner_one_wins() -> None:
 
 
 def test_a_block_called_in_a_loop_and_outside_one() -> None:
-    class Both(nn.Module):
-        def setup(self) -> None:
-            self.block = Mlp()
+    def loss(kernel: Any, x: Any) -> Any:
+        x = block_by_hand(kernel, x)
+        return jnp.sum(jax.lax.scan(lambda x, _: (block_by_hand(kernel, x), None), x, length=3)[0] ** 2)
 
-        def __call__(self, x: Any) -> Any:
-            x = self.block(x)
-            looped = nn.scan(
-                lambda self, x, _: (self.block(x), None), variable_broadcast="params", split_rngs={"params": False}, length=3
-            )
-            return looped(self, x, None)[0]
-
-    x = jnp.ones((2, 4)) / 3
-    params = Both().init(jax.random.key(0), x)
-    loss = lambda params, x: jnp.sum(Both().apply(params, x) ** 2)  # noqa: E731
-    offloaded = rj.checkpoint_blocks(loss, {Mlp: "offload_inputs"})
-    assert_same(jax.grad(offloaded)(params, x), jax.grad(loss)(params, x), 1e-6)
-    assert to_host(jax.grad(offloaded), params, x) == [(2, 4), (2, 4)]
+    args = values(4, 3), values(2, 4, seed=1)
+    offloaded = jax.grad(rj.checkpoint_blocks(loss, {Mlp: "offload_inputs"}))
+    assert_same(offloaded(*args), jax.grad(loss)(*args), 1e-6)
+    assert to_host(offloaded, *args) == [(2, 4), (2, 4)]
 
 
 # --- what models do ---------------------------------------------------------------------------------------------------
 
 
 class Everything(nn.Module):
-    """A block with everything a Linen module can use: dropout, its own stream, statistics, sown values, arguments of all
-    kinds.
-    """
+    """Dropout, a stream of its own, statistics, sown values, and arguments of all kinds."""
 
     @nn.compact
     def __call__(self, x: Any, *, train: bool, mode: str = "tanh", mask: Any = None, ids: Any = None) -> Any:
@@ -259,9 +217,7 @@ class Everything(nn.Module):
         if train:
             h = h + jax.random.normal(self.make_rng("noise"), h.shape, h.dtype)
         self.sow("intermediates", "h", h)
-        if mask is not None:
-            h = jnp.where(mask, h, 0)
-        return {"x": x + h, "ids": ids + 1, "names": (mode, None)}
+        return {"x": x + jnp.where(mask, h, 0), "ids": ids + 1, "names": (mode, None)}
 
 
 class Model(nn.Module):
@@ -276,7 +232,7 @@ class Model(nn.Module):
         return x, ids
 
 
-@pytest.mark.parametrize(("policy", "train"), [("full", True), ("offload: @inputs; save: @dots", True), ("full", False)])
+@pytest.mark.parametrize(("policy", "train"), [("full", False), ("offload: @inputs; save: @dots", True)])
 def test_linen_models_compute_what_they_compute_without(x64: None, policy: str, train: bool) -> None:
     x, ids = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4))), jnp.arange(4)
     rngs = {"dropout": jax.random.key(1), "noise": jax.random.key(2)}
@@ -323,21 +279,9 @@ def test_shared_and_setup_modules_and_other_methods() -> None:
         loss = lambda variables, x, method=method: jnp.sum(Shared().apply(variables, x, method=method) ** 2)  # noqa: E731
         assert counted(full(loss), variables, x) == counted(loss, variables, x) + again
         assert_same(jax.grad(full(loss))(variables, x), jax.grad(loss)(variables, x), 1e-6)
-
-
-def test_only_the_call_of_a_block_is_checkpointed_and_that_is_said() -> None:
-    class Decoder(nn.Module):
-        @nn.compact
-        def decode(self, x: Any) -> Any:
-            return Linear(4)(x)
-
-        def __call__(self, x: Any) -> Any:
-            return self.decode(x)
-
-    x = jnp.ones((2, 4))
-    variables = Decoder().init(jax.random.key(0), x)
+    loss = lambda variables: jnp.sum(Shared().apply(variables, x, method="encode"))  # noqa: E731
     with pytest.raises(BlockError, match="Name the class whose __call__ runs once per layer"):
-        rj.checkpoint_blocks(lambda v: Decoder().apply(v, x, method="decode"), {Decoder: "full"})(variables)
+        rj.checkpoint_blocks(loss, {Shared: "full"})(variables)
 
 
 def test_lifted_blocks() -> None:
@@ -354,11 +298,12 @@ def test_lifted_blocks() -> None:
 
 def test_in_evaluation_nothing_is_computed_again_or_moved() -> None:
     loss, params, x = make_loss()
-    for policy in ("full", "offload: *"):
-        ours = rj.checkpoint_blocks(loss, {Mlp: policy})
+    for ours in (full(loss), make_loss(rj.remat(Mlp, "offload: *"))[0]):
         assert matmuls(ours, params, x) == matmuls(loss, params, x) == 4
         assert times("device_put", ours, params, x) == times("optimization_barrier", ours, params, x) == 0
         assert_bit_equal(ours(params, x), loss(params, x))
+        lowered = jax.jit(ours).lower(params, x).as_text()
+        assert "optimization_barrier" not in lowered and "pinned_host" not in lowered
 
 
 def test_many_layers_are_traced_once_each() -> None:

@@ -16,12 +16,7 @@ import remat_jax as rj
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import BlockError, UnsupportedError
 from tests.small_models import Attention, Linear, Mlp, Stack, assert_same, block_by_hand, equations, make_loss, values
-
-
-def lengths(fn: Any, *args: Any) -> list[int]:
-    """The rounds of every scan of `fn`, in the order of the program."""
-    return [eqn.params["length"] for eqn, _ in equations(fn, *args) if eqn.primitive.name == "scan"]
-
+from tests.test_checkpoint_layers import lengths
 
 # --- calls in calls -----------------------------------------------------------------------------------------------------
 
@@ -38,18 +33,12 @@ class Outer(nn.Module):
 @pytest.mark.parametrize("scanned", [False, True])
 def test_a_call_inside_sets_blocks_that_stand_in_the_blocks_of_the_call_around(scanned: bool) -> None:
     loss, params, x = make_loss(Outer, layers=3, scanned=scanned)
-    expected = jax.jit(jax.grad(loss))(params, x)
-
-    def products(inner: str, outer: str) -> int:
-        fn = rj.checkpoint_blocks(rj.checkpoint_blocks(loss, {Mlp: inner}), {Outer: outer})
-        assert_same(jax.jit(jax.grad(fn))(params, x), expected)
-        return matmuls(jax.grad(fn), params, x)
-
-    def together(inner: str, outer: str) -> int:
-        return matmuls(jax.grad(rj.checkpoint_blocks(loss, {Mlp: inner, Outer: outer})), params, x)
-
     for inner, outer in (("2 x full | 1 x dots", "1 x full | 2 x dots"), ("full", "2 x full | 1 x dots"), ("3 x dots", "full")):
-        assert products(inner, outer) == together(inner, outer)
+        nested = rj.checkpoint_blocks(rj.checkpoint_blocks(loss, {Mlp: inner}), {Outer: outer})
+        together = rj.checkpoint_blocks(loss, {Mlp: inner, Outer: outer})
+        assert matmuls(jax.grad(nested), params, x) == matmuls(jax.grad(together), params, x)
+        if "|" in inner:
+            assert_same(jax.jit(jax.grad(nested))(params, x), jax.jit(jax.grad(loss))(params, x))
 
 
 @pytest.mark.usefixtures("x64")
@@ -99,11 +88,12 @@ def nested(kernels: Any, x: Any) -> Any:
 )
 def test_scans_in_scans_are_cut_where_policies_change(policies: str, rounds: list[int], kept: int) -> None:
     args = values(3, 2, 4, 3), values(2, 4, seed=1)
-    fn = rj.checkpoint_blocks(nested, {Mlp: policies})
-    assert_same(*(jax.jit(jax.grad(function, argnums=(0, 1)))(*args) for function in (fn, nested)))
+    fn, full = (rj.checkpoint_blocks(nested, {Mlp: text}) for text in (policies, "full"))
     assert lengths(fn, *args) == rounds
-    full = rj.checkpoint_blocks(nested, {Mlp: "full"})
     assert matmuls(jax.grad(full), *args) - matmuls(jax.grad(fn), *args) == kept
+    if len(rounds) > 4:
+        # The rounds of the outer scan differ.
+        assert_same(*(jax.jit(jax.grad(function, argnums=(0, 1)))(*args) for function in (fn, nested)))
 
 
 @pytest.mark.usefixtures("x64")
@@ -164,8 +154,9 @@ class Centred(nn.Module):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("scanned", [False, True])
-@pytest.mark.parametrize("policies", ["full", "3 x full", "1 x full | 2 x dots", "2 x off | 1 x offload_inputs"])
+@pytest.mark.parametrize(
+    ("policies", "scanned"), [("full", True), ("1 x full | 2 x dots", True), ("2 x off | 1 x offload_inputs", False)]
+)
 def test_collectives_over_the_axis_of_a_vmap_around_a_scan(policies: str, scanned: bool) -> None:
     model, x = Stack(Centred, 3, scanned), values(5, 2, 4)
     params = jax.vmap(model.init, (None, 0), None, axis_name="batch")(jax.random.key(0), x)
@@ -219,8 +210,9 @@ def test_a_cond_whose_branches_call_different_blocks() -> None:
 
     args = values(4, 4, 3), variables, values(2, 3, 4, seed=1)
     fn = rj.checkpoint_blocks(loss, {Mlp: "3 x full | 1 x dots", Attention: "1 x dots | 3 x full"})
+    gradients = [jax.jit(jax.grad(function, argnums=(0, 1, 2))) for function in (fn, loss)]
     for turn in (0, 1):
-        assert_same(*(jax.jit(jax.grad(function, argnums=(0, 1, 2)))(*args, turn) for function in (fn, loss)))
+        assert_same(*(gradient(*args, turn) for gradient in gradients))
 
 
 # --- NNX ------------------------------------------------------------------------------------------------------------------

@@ -16,26 +16,18 @@ from flax import nnx
 import remat_jax as rj
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import ArgumentError, BlockError
+from tests.small_models import assert_same
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
 
 
-def same(got: Any, wanted: Any) -> bool:
-    """Whether all arrays are equal up to float32's rounding."""
-    assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    return all(
-        bool(jnp.allclose(a, b, rtol=1e-5, atol=1e-6)) for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True)
-    )
-
-
 def check(loss: Any, block: Any, arguments: tuple[Any, ...], counts: dict[str, int]) -> None:
-    """Gradients and auxiliary outputs are those of the plain loss; `counts` has the matrix products under each policy."""
-    plain = jax.jit(jax.value_and_grad(loss, has_aux=True))(*arguments)
+    """`counts` has the matrix products under each policy; under the last, all results are those of the plain loss."""
     for policy, count in counts.items():
         gradient = jax.value_and_grad(rj.checkpoint_blocks(loss, {block: policy}), has_aux=True)
         assert matmuls(gradient, *arguments) == count, policy
-        assert same(jax.jit(gradient)(*arguments), plain), policy
+    assert_same(jax.jit(gradient)(*arguments), jax.jit(jax.value_and_grad(loss, has_aux=True))(*arguments), 1e-6)
 
 
 # --- decorated calls ----------------------------------------------------------------------------------------------------
@@ -46,7 +38,7 @@ def scanned(method: Any) -> Any:
     def one_layer(self: Any, carry: Any, _: None) -> Any:
         return method(self, carry), None
 
-    layers = nn.scan(one_layer, variable_axes={"params": 0, "sums": 0}, split_rngs={"params": True, "dropout": True}, length=3)
+    layers = nn.scan(one_layer, variable_axes={"params": 0, "sums": 0}, split_rngs={"params": True, "dropout": True}, length=2)
     return functools.wraps(layers)(lambda self, x: layers(self, x, None)[0])
 
 
@@ -58,10 +50,15 @@ DECORATED: dict[str, tuple[list[Any], dict[str, int]]] = {
     "remat": ([nn.remat], BOTH),
     "jit": ([nn.jit], BOTH),
     "vmap": ([each_example], BOTH),
-    "scan": ([scanned], {"full": 42, "dots": 36, "3 x full | 3 x dots": 39}),
-    "remat inside scan": ([nn.remat, scanned], {"full": 42, "dots": 36}),
+    "scan": ([scanned], {"full": 28, "dots": 24, "2 x full | 2 x dots": 26}),
+    "remat inside scan": ([nn.remat, scanned], {"full": 28, "dots": 24}),
     "remat around jit": ([nn.jit, nn.remat], BOTH),
 }
+
+
+def decorated(call: Any, decorators: list[Any]) -> Any:
+    """`call` under the decorators, the innermost first."""
+    return functools.reduce(lambda function, wrap: wrap(function), decorators, call)
 
 
 def linen_case(decorators: list[Any]) -> tuple[type, Any, tuple[Any, ...]]:
@@ -71,12 +68,10 @@ def linen_case(decorators: list[Any]) -> tuple[type, Any, tuple[Any, ...]]:
         return x + nn.Dropout(0.5, deterministic=False)(h)
 
     call.__name__ = "__call__"
-    layer: Any = type(
-        "Layer", (nn.Module,), {"__call__": functools.reduce(lambda f, wrap: wrap(f), decorators, nn.compact(call))}
-    )
+    layer: Any = type("Layer", (nn.Module,), {"__call__": decorated(nn.compact(call), decorators)})
     model = nn.Sequential([layer(), layer()])
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    params = model.init(keys, X)["params"]
+    params = jax.jit(model.init)(keys, X)["params"]
 
     def loss(params: Any, x: Any) -> Any:
         y, state = model.apply({"params": params}, x, rngs={"dropout": jax.random.key(2)}, mutable=["sums"])
@@ -92,30 +87,17 @@ def test_a_decorated_call_of_linen_takes_a_policy(name: str) -> None:
     check(loss, layer, arguments, counts)
 
 
-def test_the_policy_replaces_the_remat_that_decorates_a_linen_call() -> None:
-    layer, loss, (params, x) = linen_case([nn.remat])
-    job = rj.Workload(loss, params, (x,), layer, has_aux=True)
-    plain_layer, plain_loss, (plain, _) = linen_case([])
-    as_plain = rj.Workload(plain_loss, plain, (x,), plain_layer, has_aux=True)
-    assert job.replaced_checkpoints == 2
-    for policy in ("full", "dots"):
-        assert rj.residuals(job, policy).device_bytes == rj.residuals(as_plain, policy).device_bytes
-    with pytest.warns(rj.RematWarning, match="own_checkpoints='keep'"):
-        kept = rj.checkpoint_blocks(loss, {layer: "dots"}, own_checkpoints="keep")
-        jax.eval_shape(kept, params, x)
-
-
-def nnx_case(decorator: Any) -> tuple[type, Any, tuple[Any, ...]]:
+def nnx_case(decorators: list[Any]) -> tuple[type, Any, tuple[Any, ...]]:
     class Layer(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.up, self.down = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
             self.calls = nnx.BatchStat(jnp.zeros(()))
 
-        @decorator
         def __call__(self, x: Any) -> Any:
             self.calls[...] += 1.0
             return x + self.down(jnp.tanh(self.up(x)))
 
+    Layer.__call__ = decorated(Layer.__call__, decorators)
     rngs = nnx.Rngs(0)
     graph, params, state = nnx.split(nnx.List([Layer(rngs), Layer(rngs)]), nnx.Param, ...)
 
@@ -128,20 +110,22 @@ def nnx_case(decorator: Any) -> tuple[type, Any, tuple[Any, ...]]:
     return Layer, loss, (params, state, X)
 
 
-@pytest.mark.parametrize("decorator", [nnx.remat, nnx.jit, lambda f: nnx.jit(nnx.remat(f)), lambda f: nnx.remat(nnx.jit(f))])
-def test_a_decorated_call_of_nnx_takes_a_policy(decorator: Any) -> None:
-    layer, loss, arguments = nnx_case(decorator)
+@pytest.mark.parametrize("decorators", [[nnx.remat], [nnx.jit], [nnx.remat, nnx.jit], [nnx.jit, nnx.remat]])
+def test_a_decorated_call_of_nnx_takes_a_policy(decorators: list[Any]) -> None:
+    layer, loss, arguments = nnx_case(decorators)
     check(loss, layer, arguments, BOTH)
 
 
-def test_the_policy_replaces_the_remat_that_decorates_an_nnx_call() -> None:
-    (layer, loss, arguments), (plain_layer, plain_loss, _) = nnx_case(nnx.remat), nnx_case(lambda f: f)
-    job = rj.Workload(loss, arguments[0], arguments[1:], layer, has_aux=True)
-    as_plain = rj.Workload(plain_loss, arguments[0], arguments[1:], plain_layer, has_aux=True)
+@pytest.mark.parametrize("make", [lambda own: linen_case([nn.remat] * own), lambda own: nnx_case([nnx.remat] * own)])
+def test_the_policy_replaces_the_remat_that_decorates_a_call(make: Any) -> None:
+    (block, loss, arguments), (plain_block, plain_loss, plain) = make(1), make(0)
+    job = rj.Workload(loss, arguments[0], arguments[1:], block, has_aux=True)
+    as_plain = rj.Workload(plain_loss, plain[0], plain[1:], plain_block, has_aux=True)
     assert job.replaced_checkpoints == 2
-    assert rj.residuals(job, "dots").device_bytes == rj.residuals(as_plain, "dots").device_bytes
+    for policy in ("full", "dots"):
+        assert rj.residuals(job, policy).device_bytes == rj.residuals(as_plain, policy).device_bytes
     with pytest.warns(rj.RematWarning, match="own_checkpoints='keep'"):
-        jax.eval_shape(rj.checkpoint_blocks(loss, {layer: "full"}, own_checkpoints="keep"), *arguments)
+        jax.eval_shape(rj.checkpoint_blocks(loss, {block: "dots"}, own_checkpoints="keep"), *arguments)
 
 
 def test_the_policy_takes_the_place_of_a_remat_inside_a_scan() -> None:
@@ -277,16 +261,14 @@ class PlainCoder:
 
 def coder_case(cls: Any) -> Case:
     if issubclass(cls, nn.Module):
-        params = cls().init(jax.random.key(0), X)
+        params = jax.jit(cls().init)(jax.random.key(0), X)
         return lambda params, x: (jnp.sum(cls().apply(params, x) ** 2), None), (params, X)
     if issubclass(cls, nnx.Module):
         graph, params = nnx.split(cls(nnx.Rngs(0)))
         make = functools.partial(nnx.merge, graph)
     else:
-        params, make = (
-            cls(jnp.linspace(-1.0, 1.0, 32).reshape(4, 8), jnp.linspace(-1.0, 2.0, 32).reshape(8, 4)),
-            lambda model: model,
-        )
+        up, down = jnp.linspace(-1.0, 1.0, 32).reshape(4, 8), jnp.linspace(-1.0, 2.0, 32).reshape(8, 4)
+        params, make = cls(up, down), lambda model: model
 
     def loss(params: Any, x: Any) -> Any:
         model = make(params)
@@ -299,11 +281,10 @@ def test_remat_decorates_a_linen_method() -> None:
     class Decorated(LinenCoder):
         encode = rj.remat(LinenCoder.encode, "full")
 
-    loss, arguments = coder_case(Decorated)
-    plain_loss, _ = coder_case(LinenCoder)
-    gradient = jax.value_and_grad(loss, has_aux=True)
+    (loss, arguments), (plain_loss, _) = coder_case(Decorated), coder_case(LinenCoder)
+    gradient, plain = (jax.value_and_grad(fn, has_aux=True) for fn in (loss, plain_loss))
     assert matmuls(gradient, *arguments) == 13
-    assert same(jax.jit(gradient)(*arguments), jax.jit(jax.value_and_grad(plain_loss, has_aux=True))(*arguments))
+    assert_same(jax.jit(gradient)(*arguments), jax.jit(plain)(*arguments), 1e-6)
 
 
 @pytest.mark.parametrize(("blocks", "count"), [("encode", 13), ("decode", 12), ("encode decode", 14)])
@@ -315,11 +296,12 @@ def test_the_switch_takes_methods(blocks: str, count: int) -> None:
         return jnp.sum(coder.decode(coder.encode(X)) ** 2)
 
     graph, state = nnx.split(model)
-    plain = jax.grad(loss)(state)
+    plain = jax.jit(jax.grad(loss))(state)
     rj.enable_gradient_checkpointing(model, "full", blocks=tuple(getattr(NnxCoder, name) for name in blocks.split()))
     graph = nnx.graphdef(model)
     assert matmuls(jax.value_and_grad(loss), state) == count
-    assert same(jax.grad(loss)(state), plain)
+    # A new function, because the old one's trace is kept.
+    assert_same(jax.jit(jax.grad(lambda state: loss(state)))(state), plain, 1e-6)
     assert type(rj.disable_gradient_checkpointing(model)) is NnxCoder
 
 
@@ -327,13 +309,14 @@ def test_the_switch_takes_methods(blocks: str, count: int) -> None:
 def test_a_method_is_a_block(cls: Any) -> None:
     loss, arguments = coder_case(cls)
     # `full` recomputes both products of `encode`, whose output the tanh after them reads, and the first product of `decode`.
-    check(loss, cls.encode, arguments, {"full": 13, "dots": 11, "1 x full": 13})
-    check(loss, cls.decode, arguments, {"full": 12})
+    check(loss, cls.encode, arguments, {"dots": 11, "1 x full": 13, "full": 13})
+    for blocks, count in (([cls.decode], 12), ([cls.encode, cls.decode], 14)):
+        under = rj.checkpoint_blocks(loss, dict.fromkeys(blocks, "full"))
+        assert matmuls(jax.grad(under, has_aux=True), *arguments) == count
 
 
-def test_a_method_of_a_plain_class_and_two_methods_at_once() -> None:
+def test_a_method_of_a_plain_class_that_shares_its_functions_with_another_class() -> None:
     loss, arguments = coder_case(PlainCoder)
-    # The class shares its functions with another class.
     both = rj.checkpoint_blocks(loss, {PlainCoder.encode: "full", PlainCoder.decode: "full"})
     assert matmuls(jax.value_and_grad(both, has_aux=True), *arguments) == 14
 
@@ -343,7 +326,6 @@ def test_a_method_in_a_workload() -> None:
     job = rj.Workload(loss, params, (x,), (LinenCoder.encode, LinenCoder.decode), has_aux=True)
     names = [row.name for row in rj.residuals(job, "dots").rows]
     assert {"LinenCoder.encode/up:dot_general#0", "LinenCoder.decode/up:dot_general#0"} <= set(names)
-    assert rj.measure(job, "full", target="cpu").device_bytes > 0
 
 
 class Other:
