@@ -129,3 +129,10 @@ def to_host(fn: Callable[..., Any], *args: Any) -> list[tuple[int, ...]]:
     """The shapes of the arrays that the traced `fn` sends to host memory."""
     moved = [eqn.outvars[0] for eqn, _ in equations(fn, *args) if eqn.primitive.name == "device_put"]
     return sorted(var.aval.shape for var in moved if is_on_host(var))
+
+
+def offloading(*names: str) -> Any:
+    """A policy of JAX that offloads the arrays with these names."""
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=names, offload_src="device", offload_dst="pinned_host"
+    )

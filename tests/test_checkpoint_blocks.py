@@ -18,11 +18,12 @@ import pytest
 
 import remat_jax as rj
 from remat_jax.cost.count import matmuls
-from remat_jax.errors import BlockError, NoEffectError
+from remat_jax.errors import ArgumentError, BlockError, NoEffectError, PolicyError
 from tests.small_models import (
     Attention,
     Linear,
     Mlp,
+    Stack,
     assert_bit_equal,
     assert_same,
     block_by_hand,
@@ -42,9 +43,6 @@ def counted(loss: Callable[..., Any], params: Any, x: Any) -> int:
 
 def full(loss: Callable[..., Any], **more: Any) -> Callable[..., Any]:
     return rj.checkpoint_blocks(loss, {Mlp: "full", **more})
-
-
-# --- traces that JAX keeps --------------------------------------------------------------------------------------------
 
 
 def test_each_call_does_what_it_says_whatever_was_traced_before() -> None:
@@ -148,9 +146,6 @@ def test_threads_with_different_policies_do_not_meet() -> None:
         assert list(pool.map(work, expected)) == [[count] * 3 for count in expected.values()]
 
 
-# --- which block ------------------------------------------------------------------------------------------------------
-
-
 class Pair(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -202,9 +197,6 @@ def test_a_block_called_in_a_loop_and_outside_one() -> None:
     offloaded = jax.grad(rj.checkpoint_blocks(loss, {Mlp: "offload_inputs"}))
     assert_same(offloaded(*args), jax.grad(loss)(*args), 1e-6)
     assert to_host(offloaded, *args) == [(2, 4), (2, 4)]
-
-
-# --- what models do ---------------------------------------------------------------------------------------------------
 
 
 class Everything(nn.Module):
@@ -319,3 +311,65 @@ def test_many_layers_are_traced_once_each() -> None:
     calls.clear()
     jax.make_jaxpr(jax.grad(full(loss)))(params, x)
     assert len(calls) == 12
+
+
+# Matmuls of value and gradient of two `Mlp`s, plain and under `full`.
+PLAIN, FULL = 11, 13
+
+
+def test_wrong_keys_and_values_are_refused_at_once() -> None:
+    loss, _, _ = make_loss()
+    with pytest.raises(PolicyError, match="policy='fulll'.*Did you mean 'full'"):
+        rj.checkpoint_blocks(loss, "fulll")
+    for wrong in ({}, Mlp, (Mlp, "full"), Mlp.__call__, rj.block(lambda x: x)):
+        with pytest.raises(ArgumentError, match="policies=.*: expected a mapping.*at least one entry"):
+            rj.checkpoint_blocks(loss, wrong)
+    with pytest.raises(ArgumentError, match="block=3: expected a class whose instances are called"):
+        rj.checkpoint_blocks(loss, {3: "full"})
+    with pytest.raises(ArgumentError, match=r"make a plain function a block, mark it, layer = remat_jax.block\(layer\)"):
+        rj.checkpoint_blocks(loss, {loss: "full"})
+    with pytest.raises(ArgumentError, match=r"put a functools.partial into a lambda"):
+        rj.block(functools.partial(loss))
+    with pytest.raises(PolicyError, match="policy=None is read differently"):
+        rj.checkpoint_blocks(loss, {Mlp: None})
+    with pytest.raises(ArgumentError, match="fn=3: expected a function"):
+        rj.checkpoint_blocks(3, {Mlp: "full"})
+
+
+def test_a_block_that_is_not_there_names_those_that_are() -> None:
+    loss, params, x = make_loss()
+
+    class Mlpp(nn.Module):
+        pass
+
+    with pytest.raises(BlockError, match=r"block=Mlpp: this class was never called.* Did you mean 'Mlp'\?.*layer_0: Mlp"):
+        rj.checkpoint_blocks(loss, {Mlpp: "full"})(params, x)
+    with pytest.raises(
+        BlockError, match=r"block='layers_\*': the glob matches no path of a called module.*Did you mean 'layer_\d'"
+    ):
+        rj.checkpoint_blocks(loss, {"layers_*": "full"})(params, x)
+    with pytest.raises(BlockError, match="To select a function, mark it with .* and pass the function, not its name"):
+        rj.checkpoint_blocks(lambda x: rj.block(jnp.sin)(x), {"sin": "full"})(x)
+    with pytest.raises(BlockError, match="No module of this kind was called at all"):
+        rj.checkpoint_blocks(lambda x: x, {Mlp: "full"})(x)
+
+
+def test_an_error_of_the_model_leaves_nothing_behind() -> None:
+    class Failing(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            raise ValueError("the model's own")
+
+    loss, params, x = make_loss()
+    with pytest.raises(ValueError, match="the model's own"):
+        rj.checkpoint_blocks(lambda x: Failing().apply({}, x), {Failing: "full", Stack: "full"})(x)
+    assert (
+        matmuls(jax.value_and_grad(loss), params, x) == PLAIN
+        and matmuls(jax.value_and_grad(rj.checkpoint_blocks(loss, {Mlp: "full"})), params, x) == FULL
+    )
+
+
+def test_a_glob_does_not_select_a_marked_function() -> None:
+    layer = rj.block(lambda w, x: x * w)
+    with pytest.raises(BlockError, match="A glob selects modules. To select a function, mark it with @remat_jax.block"):
+        rj.checkpoint_blocks(lambda w, x: layer(w, x).sum(), {"layer": "full"})(jnp.ones(3), jnp.ones(3))

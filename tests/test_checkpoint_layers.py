@@ -11,12 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 import remat_jax as rj
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import BlockError
 from tests.small_models import (
     Attention,
+    Linear,
     Mlp,
     Stack,
     assert_bit_equal,
@@ -39,9 +42,6 @@ def lengths(fn: Any, *args: Any) -> list[int]:
 
 def gradient_of(loss: Any, policies: Any, *args: Any) -> Any:
     return jax.grad(rj.checkpoint_blocks(loss, policies))(*args)
-
-
-# --- the same results -------------------------------------------------------------------------------------------------
 
 
 def test_unrolled_gradients_are_bit_equal_run_op_by_op() -> None:
@@ -105,9 +105,6 @@ def test_parameters_are_made_as_without_policies() -> None:
     model, x = Stack(Mlp, 3, scanned=True), values(2, 4)
     init = rj.checkpoint_blocks(model.init, {Mlp: "1 x full | 2 x dots"})
     assert_bit_equal(*(jax.jit(function)(jax.random.key(0), x) for function in (init, model.init)))
-
-
-# --- scans ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_scan_is_cut_between_layers_under_one_policy() -> None:
@@ -179,9 +176,6 @@ def test_one_policy_for_blocks_around_those_with_policies_by_layer() -> None:
     assert full - products("2 x full | 1 x dots", "2 x full | 1 x dots") == 1
 
 
-# --- what stands between ------------------------------------------------------------------------------------------------
-
-
 def test_a_jit_that_was_traced_before_has_each_layer_under_its_own_policy() -> None:
     @jax.jit
     def layer(kernel: Any, x: Any) -> Any:
@@ -235,21 +229,6 @@ def test_blocks_under_vmap_branches_and_checkpoints_inside_the_function() -> Non
     assert [counts[0] - count for count in counts] == [0, 1, 1]
 
 
-@pytest.mark.usefixtures("x64")
-def test_a_block_in_each_branch_of_a_scanned_cond_is_one_layer() -> None:
-    def loss(kernels: Any, x: Any) -> Any:
-        def body(x: Any, kernel: Any) -> Any:
-            twice = functools.partial(block_by_hand, 2 * kernel)
-            return block_by_hand(kernel, jax.lax.cond(x[0, 0] > 0, twice, functools.partial(block_by_hand, kernel), x)), None
-
-        return jnp.sum(jnp.sin(jax.lax.scan(body, x, kernels)[0]))
-
-    args = values(3, 4, 3), values(2, 4, seed=1)
-    expected = jax.jit(jax.grad(loss))(*args)
-    for policies in ("4 x full | 2 x dots", "5 x full | 1 x off"):
-        assert_same(jax.jit(jax.grad(rj.checkpoint_blocks(loss, {Mlp: policies})))(*args), expected)
-
-
 def test_an_inner_call_has_its_own_layers() -> None:
     loss, params, x = make_loss(layers=3)
     attention_loss, attention_params, _ = make_loss(Attention, layers=2)
@@ -267,9 +246,6 @@ def test_an_inner_call_has_its_own_layers() -> None:
     assert counts[0] - counts[1] == 5
     with pytest.raises(BlockError, match="an inner checkpoint_blocks has a policy"):
         rj.checkpoint_blocks(inner, {Mlp: "3 x full"})(params, x)
-
-
-# --- NNX --------------------------------------------------------------------------------------------------------------
 
 
 class NnxBlock(nnx.Module):
@@ -321,3 +297,82 @@ def test_nnx_models_with_state_that_every_call_writes(scanned: bool) -> None:
         return matmuls(jax.grad(loss), params, rest, *job.batch)
 
     assert products("full") - products("3 x full | 1 x dots") == 1
+
+
+POLICIES = ("full", "dots", "off", "everything", "offload_inputs", "save: *tanh*", "offload: *tanh*")
+
+
+class Layer(nn.Module):
+    """Dropout, and a statistic that every call writes."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        mean = self.variable("statistics", "mean", jnp.zeros, x.shape[-1:], x.dtype)
+        mean.value = 0.9 * mean.value + x.mean(0)
+        return x + nn.Dropout(0.5, deterministic=False)(jnp.tanh(Linear(4)(x)) * mean.value)
+
+
+class Layers(nn.Module):
+    """Layers in a row; then layers in a scan with a factor and a sum for each, which read one number of the input."""
+
+    unrolled: int
+    scanned: int
+    reverse: bool
+    unroll: int
+
+    @nn.compact
+    def __call__(self, x: Any, factors: Any) -> Any:
+        scale = jnp.cos(x[0, 0])
+        for index in range(self.unrolled):
+            x = Layer(name=f"layer_{index}")(x) * factors[index]
+        if not self.scanned:
+            return x, factors
+
+        def run_layer(layer: nn.Module, x: Any, factor: Any) -> Any:
+            out = layer(x) * factor * scale
+            return out, (out.sum(), factor * 2)
+
+        axes, split = {"params": 0, "statistics": 0}, {"params": True, "dropout": True}
+        kwargs = {"length": self.scanned, "reverse": self.reverse, "unroll": self.unroll}
+        scan = nn.scan(run_layer, variable_axes=axes, split_rngs=split, **kwargs)
+        x, (sums, doubled) = scan(Layer(name="layers"), x, factors[self.unrolled :])
+        return x, sums + doubled[0] * sums[-1]
+
+
+@st.composite
+def _stacks(draw: st.DrawFn) -> tuple[Layers, str]:
+    layers, text = 0, ""
+    for _ in range(draw(st.integers(1, 3))):
+        count, policy = draw(st.integers(1, 3)), draw(st.sampled_from(POLICIES))
+        group = draw(st.integers(0, 3)) if "offload" not in policy else 0
+        text += (draw(st.sampled_from([" | ", " || "])) if text else "") + f"{count} x {policy}"
+        text += f" in groups of {group}" if group else ""
+        layers += count
+    unrolled = draw(st.integers(0, layers))
+    return Layers(unrolled, layers - unrolled, draw(st.booleans()), draw(st.sampled_from([1, 2]))), text
+
+
+@pytest.mark.usefixtures("x64")
+@settings(max_examples=4, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example((Layers(2, 4, False, 1), "6 x full in groups of 6"))
+@example((Layers(0, 5, True, 1), "2 x full | 3 x everything"))
+@example((Layers(0, 7, True, 1), "5 x full in groups of 2 | 2 x offload_inputs"))
+@given(_stacks())
+def test_random_layers_compute_what_the_plain_function_computes(drawn: tuple[Layers, str]) -> None:
+    model, policies = drawn
+    x, factors = values(3, 4), 1 + values(model.unrolled + model.scanned, seed=1)
+    keys = {"dropout": jax.random.key(2)}
+    shapes = jax.eval_shape(model.init, {"params": jax.random.key(0), **keys}, x, factors)
+    made = jax.tree.map(lambda leaf: values(*leaf.shape, seed=3), shapes)
+
+    def loss(params: Any, x: Any, factors: Any) -> Any:
+        variables = {"params": params, "statistics": made["statistics"]}
+        (out, sums), written = model.apply(variables, x, factors, rngs=keys, mutable=["statistics"])
+        return jnp.sum(jnp.sin(out)) + jnp.sum(sums * jnp.arange(1.0, 1 + len(sums))), written
+
+    fn = rj.checkpoint_blocks(loss, {Layer: policies})
+    run, plain = (
+        jax.jit(jax.value_and_grad(function, argnums=(0, 1, 2), has_aux=True))(made["params"], x, factors)
+        for function in (fn, loss)
+    )
+    assert_same(run, plain)

@@ -18,8 +18,6 @@ from remat_jax.errors import BlockError, UnsupportedError
 from tests.small_models import Attention, Linear, Mlp, Stack, assert_same, block_by_hand, equations, make_loss, values
 from tests.test_checkpoint_layers import lengths
 
-# --- calls in calls -----------------------------------------------------------------------------------------------------
-
 
 class Outer(nn.Module):
     """A block around a block."""
@@ -57,9 +55,6 @@ def test_a_call_inside_a_block_under_vmap() -> None:
     inner = rj.checkpoint_blocks(loss, {Mlp: "1 x full | 1 x dots"})
     fn = rj.checkpoint_blocks(inner, {Rows: "1 x dots | 1 x full"})
     assert_same(*(jax.jit(jax.grad(function))(params, x) for function in (fn, loss)))
-
-
-# --- scans in scans -----------------------------------------------------------------------------------------------------
 
 
 def nested(kernels: Any, x: Any) -> Any:
@@ -141,9 +136,6 @@ def test_a_scan_of_no_rounds_has_no_layers() -> None:
         )(args[2])
 
 
-# --- axes ---------------------------------------------------------------------------------------------------------------
-
-
 class Centred(nn.Module):
     """A block with a collective over the examples of its batch."""
 
@@ -169,9 +161,6 @@ def test_collectives_over_the_axis_of_a_vmap_around_a_scan(policies: str, scanne
     assert_same(jax.jit(jax.grad(fn))(params, x), expected)
     # If it is differentiated after tracing, the axis is no longer bound.
     assert_same(jax.grad(jax.jit(fn))(params, x), expected)
-
-
-# --- what stands between --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("x64")
@@ -213,9 +202,6 @@ def test_a_cond_whose_branches_call_different_blocks() -> None:
     gradients = [jax.jit(jax.grad(function, argnums=(0, 1, 2))) for function in (fn, loss)]
     for turn in (0, 1):
         assert_same(*(gradient(*args, turn) for gradient in gradients))
-
-
-# --- NNX ------------------------------------------------------------------------------------------------------------------
 
 
 class Counted(nnx.Module):

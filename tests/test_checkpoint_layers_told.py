@@ -15,9 +15,7 @@ from remat_jax.cost.count import matmuls
 from remat_jax.errors import BlockError, NoEffectError, UnsupportedError
 from remat_jax.memory.hlo.live import module_path
 from remat_jax.memory.measure import measure_many
-from tests.small_models import Attention, Mlp, assert_same, block_by_hand, equations, make_loss, to_host, values
-
-# --- offload ------------------------------------------------------------------------------------------------------------
+from tests.small_models import Attention, Mlp, block_by_hand, equations, make_loss, to_host, values
 
 
 def test_offloaded_layers_and_their_neighbours_are_linked() -> None:
@@ -59,9 +57,6 @@ def test_cutting_a_scan_copies_no_parameters_on_a_gpu() -> None:
     # As slices, the arrays of the offloading layers would exist twice.
     assert cut.temp_bytes - whole.temp_bytes - kept < size / 10
     assert cut.host_bytes == cut.residual_host_bytes == 4 * 4 * 8 * 256
-
-
-# --- what it reports ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scanned", [False, True])
@@ -111,14 +106,13 @@ def test_what_has_no_layers_to_tell_apart_is_refused() -> None:
         rj.checkpoint_blocks(while_loop, {Mlp: "1 x full"})(*args)
 
 
-@pytest.mark.usefixtures("x64")
+@pytest.mark.versions
 @pytest.mark.parametrize("scanned", [False, True])
 def test_a_gradient_may_be_taken_inside(scanned: bool) -> None:
     loss, params, x = make_loss(layers=2, scanned=scanned)
     policies = {Mlp: "1 x full | 1 x dots"}
     inside, outside = rj.checkpoint_blocks(jax.grad(loss), policies), jax.grad(rj.checkpoint_blocks(loss, policies))
-    assert matmuls(inside, params, x) == matmuls(outside, params, x) > matmuls(jax.grad(loss), params, x)
-    assert_same(jax.jit(inside)(params, x), jax.jit(outside)(params, x))
+    assert matmuls(inside, params, x) == matmuls(outside, params, x) == matmuls(jax.grad(loss), params, x) + 1
 
 
 def test_workloads_take_policies_by_layer() -> None:

@@ -1,7 +1,8 @@
-"""Blocks whose method is decorated with transforms, and blocks that are methods other than `__call__`, in each library."""
+"""Blocks whose method is decorated with transforms, has several names, or is another method than `__call__`."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -28,9 +29,6 @@ def check(loss: Any, block: Any, arguments: tuple[Any, ...], counts: dict[str, i
         gradient = jax.value_and_grad(rj.checkpoint_blocks(loss, {block: policy}), has_aux=True)
         assert matmuls(gradient, *arguments) == count, policy
     assert_same(jax.jit(gradient)(*arguments), jax.jit(jax.value_and_grad(loss, has_aux=True))(*arguments), 1e-6)
-
-
-# --- decorated calls ----------------------------------------------------------------------------------------------------
 
 
 def scanned(method: Any) -> Any:
@@ -88,9 +86,9 @@ def test_a_decorated_call_of_linen_takes_a_policy(name: str) -> None:
 
 
 def nnx_case(decorators: list[Any]) -> tuple[type, Any, tuple[Any, ...]]:
-    class Layer(nnx.Module):
+    class Layer(NnxCoder):
         def __init__(self, rngs: nnx.Rngs) -> None:
-            self.up, self.down = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+            super().__init__(rngs)
             self.calls = nnx.BatchStat(jnp.zeros(()))
 
         def __call__(self, x: Any) -> Any:
@@ -110,7 +108,7 @@ def nnx_case(decorators: list[Any]) -> tuple[type, Any, tuple[Any, ...]]:
     return Layer, loss, (params, state, X)
 
 
-@pytest.mark.parametrize("decorators", [[nnx.remat], [nnx.jit], [nnx.remat, nnx.jit], [nnx.jit, nnx.remat]])
+@pytest.mark.parametrize("decorators", [[nnx.jit], [nnx.remat, nnx.jit], [nnx.jit, nnx.remat]])
 def test_a_decorated_call_of_nnx_takes_a_policy(decorators: list[Any]) -> None:
     layer, loss, arguments = nnx_case(decorators)
     check(loss, layer, arguments, BOTH)
@@ -130,19 +128,16 @@ def test_the_policy_replaces_the_remat_that_decorates_a_call(make: Any) -> None:
 
 def test_the_policy_takes_the_place_of_a_remat_inside_a_scan() -> None:
     class Stack(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.w = nnx.Param(jax.random.normal(rngs.params(), (3, 4, 4)))
+        def __init__(self) -> None:
+            self.w = nnx.Param(jax.random.normal(jax.random.key(0), (3, 4, 4)))
 
         @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
         @nnx.remat
         def __call__(self, x: Any) -> Any:
             return jnp.tanh(jnp.tanh(x @ self.w[...]) @ self.w[...])
 
-    graph, params = nnx.split(Stack(nnx.Rngs(0)))
-
-    def loss(params: Any, x: Any) -> Any:
-        return jnp.sum(nnx.merge(graph, params)(x) ** 2), None
-
+    graph, params = nnx.split(Stack())
+    loss = lambda params, x: (jnp.sum(nnx.merge(graph, params)(x) ** 2), None)  # noqa: E731
     check(loss, Stack, (params, X), {"full": 24, "dots": 18, "1 x full | 2 x dots": 20})
 
 
@@ -166,7 +161,7 @@ def test_a_vmapped_call_of_nnx_and_a_decorated_method_of_it_take_a_policy() -> N
 
 @pytest.mark.parametrize(
     ("decorator", "own"),
-    [(jax.checkpoint, 1), (eqx.filter_checkpoint, 1), (eqx.filter_jit, 0), (lambda f: jax.vmap(f, (None, 0)), 0)],
+    [(eqx.filter_checkpoint, 1), (eqx.filter_jit, 0), (lambda f: jax.vmap(f, (None, 0)), 0)],
 )
 def test_decorated_methods_of_equinox_take_a_policy(decorator: Any, own: int) -> None:
     class Layer(EqxCoder):
@@ -187,9 +182,6 @@ def test_decorated_methods_of_equinox_take_a_policy(decorator: Any, own: int) ->
     # The model's own checkpoint of the other method stays.
     check(loss, Layer, (layer, X), {"full": 13 + own, "dots": 11 + own})
     check(loss, Layer.encode, (layer, X), {"full": 12 + 2 * own, "dots": 11 + 2 * own})
-
-
-# --- methods ------------------------------------------------------------------------------------------------------------
 
 
 class LinenCoder(nn.Module):
@@ -244,19 +236,14 @@ class EqxCoder(eqx.Module):
         return jnp.sin(x @ self.up) @ self.down
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
 class PlainCoder:
-    def __init__(self, up: Any, down: Any) -> None:
-        self.up, self.down = up, down
+    """It shares its functions with another class."""
 
+    up: Any
+    down: Any
     encode, decode = EqxCoder.encode, EqxCoder.decode
-
-    def tree_flatten(self) -> Any:
-        return (self.up, self.down), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: Any) -> Any:
-        return cls(*children)
 
 
 def coder_case(cls: Any) -> Case:
@@ -277,35 +264,28 @@ def coder_case(cls: Any) -> Case:
     return loss, (params, X)
 
 
-def test_remat_decorates_a_linen_method() -> None:
-    class Decorated(LinenCoder):
-        encode = rj.remat(LinenCoder.encode, "full")
-
-    (loss, arguments), (plain_loss, _) = coder_case(Decorated), coder_case(LinenCoder)
-    gradient, plain = (jax.value_and_grad(fn, has_aux=True) for fn in (loss, plain_loss))
-    assert matmuls(gradient, *arguments) == 13
-    assert_same(jax.jit(gradient)(*arguments), jax.jit(plain)(*arguments), 1e-6)
-
-
-@pytest.mark.parametrize(("blocks", "count"), [("encode", 13), ("decode", 12), ("encode decode", 14)])
-def test_the_switch_takes_methods(blocks: str, count: int) -> None:
+def test_the_switch_takes_methods() -> None:
     model = NnxCoder(nnx.Rngs(0))
 
-    def loss(state: Any) -> Any:
-        coder = nnx.merge(graph, state)
-        return jnp.sum(coder.decode(coder.encode(X)) ** 2)
+    def gradient(model: Any) -> Any:
+        graph, state = nnx.split(model)
 
-    graph, state = nnx.split(model)
-    plain = jax.jit(jax.grad(loss))(state)
-    rj.enable_gradient_checkpointing(model, "full", blocks=tuple(getattr(NnxCoder, name) for name in blocks.split()))
-    graph = nnx.graphdef(model)
-    assert matmuls(jax.value_and_grad(loss), state) == count
-    # A new function, because the old one's trace is kept.
-    assert_same(jax.jit(jax.grad(lambda state: loss(state)))(state), plain, 1e-6)
-    assert type(rj.disable_gradient_checkpointing(model)) is NnxCoder
+        def loss(state: Any) -> Any:
+            coder = nnx.merge(graph, state)
+            return jnp.sum(coder.decode(coder.encode(X)) ** 2)
+
+        return matmuls(jax.value_and_grad(loss), state), nnx.to_pure_dict(jax.jit(jax.grad(loss))(state))
+
+    _, plain = gradient(model)
+    for blocks, expected in (([NnxCoder.encode], 13), ([NnxCoder.encode, NnxCoder.decode], 14)):
+        rj.enable_gradient_checkpointing(model, "full", blocks=tuple(blocks))
+        count, ours = gradient(model)
+        assert count == expected
+        assert_same(ours, plain, 1e-6)
+        assert type(rj.disable_gradient_checkpointing(model)) is NnxCoder
 
 
-@pytest.mark.parametrize("cls", [LinenCoder, LinenChild, NnxCoder, EqxCoder])
+@pytest.mark.parametrize("cls", [LinenCoder, LinenChild, NnxCoder, EqxCoder, PlainCoder])
 def test_a_method_is_a_block(cls: Any) -> None:
     loss, arguments = coder_case(cls)
     # `full` recomputes both products of `encode`, whose output the tanh after them reads, and the first product of `decode`.
@@ -313,12 +293,6 @@ def test_a_method_is_a_block(cls: Any) -> None:
     for blocks, count in (([cls.decode], 12), ([cls.encode, cls.decode], 14)):
         under = rj.checkpoint_blocks(loss, dict.fromkeys(blocks, "full"))
         assert matmuls(jax.grad(under, has_aux=True), *arguments) == count
-
-
-def test_a_method_of_a_plain_class_that_shares_its_functions_with_another_class() -> None:
-    loss, arguments = coder_case(PlainCoder)
-    both = rj.checkpoint_blocks(loss, {PlainCoder.encode: "full", PlainCoder.decode: "full"})
-    assert matmuls(jax.value_and_grad(both, has_aux=True), *arguments) == 14
 
 
 def test_a_method_in_a_workload() -> None:
@@ -352,3 +326,64 @@ def test_what_is_no_method_of_instances(block: Any, message: str) -> None:
 def test_a_method_that_is_never_called() -> None:
     with pytest.raises(BlockError, match=r"block=NnxCoder.encode: this method was never called"):
         rj.checkpoint_blocks(lambda x: x * 2, {NnxCoder.encode: "full"})(1.0)
+
+
+def alias_case(library: str, decorator: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Two layers whose class has `forward`, and `__call__ = decorator(forward)`."""
+    if library == "linen":
+
+        class Layer(nn.Module):
+            @nn.compact
+            def forward(self, x: Any) -> Any:
+                return x + nn.Dense(4)(jnp.tanh(nn.Dense(8)(x)))
+
+            __call__ = decorator(forward)
+
+        model = nn.Sequential([Layer(), Layer()])
+        params = jax.jit(model.init)(jax.random.key(0), X)
+        return Layer, lambda params, x: (jnp.sum(model.apply(params, x) ** 2), None), (params, X)
+
+    class NnxLayer(NnxCoder):
+        def forward(self, x: Any) -> Any:
+            return x + self.down(jnp.tanh(self.up(x)))
+
+        __call__ = decorator(forward)
+
+    graph, params = nnx.split(nnx.Sequential(NnxLayer(nnx.Rngs(0)), NnxLayer(nnx.Rngs(1))))
+    return NnxLayer, lambda params, x: (jnp.sum(nnx.merge(graph, params)(x) ** 2), None), (params, X)
+
+
+@pytest.mark.parametrize(
+    ("library", "decorator"), [("linen", lambda f: f), ("linen", nn.jit), ("linen", nn.remat), ("nnx", lambda f: f)]
+)
+def test_a_call_by_another_name_is_the_call(library: str, decorator: Any) -> None:
+    layer, loss, arguments = alias_case(library, decorator)
+    check(loss, layer, arguments, BOTH)
+    for block in [layer.forward] + [layer.__call__, "layers_?"] * (library == "linen"):
+        under = rj.checkpoint_blocks(loss, {block: "full"})
+        assert matmuls(jax.value_and_grad(under, has_aux=True), *arguments) == 13
+
+
+def test_a_method_that_a_subclass_defines_anew_is_no_longer_the_call() -> None:
+    layer, _, _ = alias_case("linen", lambda f: f)
+
+    class Child(layer):  # type: ignore[misc,valid-type]
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return jnp.sin(self.forward(x))
+
+    loss, arguments = coder_case(Child)
+    # The block `Child` ends in the sine, which reads the second product; the block `forward` does not.
+    check(loss, Child, arguments, {"full": 7})
+    check(loss, Child.forward, arguments, {"full": 6})
+
+
+def test_a_descriptor_of_another_class_that_raises_is_passed_over() -> None:
+    class Raising:
+        def __get__(self, instance: Any, owner: Any) -> Any:
+            raise AttributeError("no forward without an instance")
+
+    foreign = type("Foreign", (), {"forward": Raising()})
+    layer, loss, arguments = alias_case("nnx", lambda f: f)
+    assert matmuls(jax.grad(rj.checkpoint_blocks(loss, {layer.forward: "full"}), has_aux=True), *arguments) == 13
+    assert foreign.__name__ == "Foreign"

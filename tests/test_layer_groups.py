@@ -42,9 +42,6 @@ def scans(fn: Any, *args: Any) -> list[tuple[int, ...]]:
     return walk(jax.make_jaxpr(fn)(*args).jaxpr, ())
 
 
-# --- executions and bytes ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("policy", "again", "kept"),
     [
@@ -103,9 +100,6 @@ def test_no_parameter_and_nothing_inside_a_group_is_kept() -> None:
         row for row in rj.residuals(rj.Workload(loss, params, (x,), Mlp), "6 x full in groups of 2") if row.action == "save"
     ]
     assert sorted(row.name for row in named) == [":cos", "layer_1:add#0", "layer_3:add#0"]
-
-
-# --- what stands between the layers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("x64")
@@ -228,9 +222,6 @@ def test_no_figure_is_told_that_is_not_known() -> None:
     assert predictor.predict("4 x full in groups of 2").temp_bytes == 12345
     with pytest.raises(PlanningError, match="groups of layers are not priced"):
         extra_seconds(describe(job, "h200"), "4 x full in groups of 2")
-
-
-# --- barriers, and what the compiler makes of it --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,9 +38,6 @@ def again(fn: Callable[..., Any], policy: str, *args: Any) -> int:
         return matmuls(jax.value_and_grad(lambda *args: jnp.sum(f(*args)), tuple(range(len(args)))), *args)
 
     return count(rj.remat(fn, policy)) - count(fn)
-
-
-# --- what a name is made of -------------------------------------------------------------------------------------------
 
 
 def test_a_name_is_path_primitive_and_number() -> None:
@@ -92,13 +90,9 @@ def test_a_users_name_wins() -> None:
     block_names = names(block, W, X)
     assert {"given", "mine", "out"} <= set(block_names) and not any("exp" in name for name in block_names)
     # The rule of exp reads `mine` too, so saving it avoids recomputing the dot before it.
-    assert [again(block, policy, W, X) for policy in ("full", "save: mine", "save: out", "save: mine, out")] == [2, 1, 1, 0]
-    # A dot with a user's name is still a dot.
-    assert again(block, "dots", W, X) == 0 and again(block, "save: @primitive:exp", W, X) == 1
+    policies = {"full": 2, "save: mine": 1, "save: out": 1, "save: mine, out": 0, "dots": 0, "save: @primitive:exp": 1}
+    assert {policy: again(block, policy, W, X) for policy in policies} == policies
     assert to_host(jax.grad(lambda x: jnp.sum(rj.remat(block, "offload: given")(W, x))), X) == [(3, 4)]
-
-
-# --- where names can be given -----------------------------------------------------------------------------------------
 
 
 @jax.custom_jvp
@@ -133,6 +127,14 @@ def _kernel_bwd(saved: Any, ct: Any) -> Any:
 
 kernel.defvjp(_kernel_fwd, _kernel_bwd)
 
+SPEC = jax.sharding.PartitionSpec
+sharded = functools.partial(
+    jax.shard_map,
+    mesh=jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,)),
+    in_specs=(SPEC(), SPEC("i")),
+    out_specs=SPEC(),
+)
+
 INSIDE: dict[str, tuple[Callable[..., Any], str, int]] = {
     # how: (block, selector, recomputed matmuls that saving avoids, recomputed under `full`)
     "jit": (lambda w, x: jax.jit(lambda x: jnp.exp(x @ w))(x) @ w, "*:exp#0", 1),
@@ -146,6 +148,7 @@ INSIDE: dict[str, tuple[Callable[..., Any], str, int]] = {
     "custom_jvp": (lambda w, x: rooted(jnp.exp(x @ w)) @ w, "*rule:*, *:custom_jvp_call#0, *:exp#0", 1),
     # Only the backward pass reads the log-sum-exp: recomputing drops its matmul from the forward pass.
     "custom_vjp": (lambda w, x: kernel(x, w) @ w, "*:dot_general#*, *statistics*", 1),
+    "shard_map": (lambda w, x: sharded(lambda w, x: jax.lax.psum(jnp.exp(x @ w), "i") @ w)(w, x), "*exp*", 1),
     "vmap": (lambda w, x: jax.vmap(lambda row: jnp.exp(row @ w))(x) @ w, "*:exp#0", 1),
     # Its own checkpoint recomputes the dot even without ours.
     "checkpoint": (lambda w, x: jax.checkpoint(lambda x: jnp.exp(x @ w))(x) @ w, "*:exp#0", 2),
@@ -164,62 +167,40 @@ def test_what_is_inside_can_be_named_and_kept(x64: None, how: str) -> None:
         assert_same(ours, plain)
 
 
-@pytest.mark.parametrize("check", [False, True], ids=["unchecked", "checked"])
-def test_inside_shard_map(x64: None, check: bool) -> None:
-    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec
-
-    def body(w: Any, x: Any) -> Any:
-        return jax.lax.psum(jnp.exp(x @ w), "i") @ w
-
-    def sharded(f: Any) -> Any:
-        return jax.shard_map(f, mesh=mesh, in_specs=(spec(), spec("i")), out_specs=spec(), check_vma=check)
-
-    around, inside = rj.remat(sharded(body), "save: *exp*"), sharded(rj.remat(body, "save: *exp*"))
-    full = rj.remat(sharded(body), "full")
-    gradients = [jax.value_and_grad(lambda w, x, f=f: jnp.sum(f(w, x)), (0, 1)) for f in (full, around, inside, sharded(body))]
-    once = matmuls(gradients[-1], W, X)
-    assert [matmuls(gradient, W, X) - once for gradient in gradients] == [1, 0, 0, 0]
-    expected = jax.grad(lambda w: jnp.sum(jnp.exp(X @ w) @ w))(W)
-    for f in (around, inside, sharded(rj.remat(body, "offload: *exp*"))):
-        assert_same(jax.jit(jax.grad(lambda w, f=f: jnp.sum(f(w, X))))(W), expected)
-
-
 def test_a_while_loop_is_kept_as_a_whole() -> None:
     def block(w: Any, x: Any) -> Any:
-        steps = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, jax.lax.stop_gradient(x)))[
-            1
-        ]
+        start = (0, jax.lax.stop_gradient(x))
+        _, steps = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), start)
         return (steps * x) @ w
 
     assert [name for name in names(block, W, X) if "while" in name] == ["b:while#0", "b:while#1"]
     assert not any("tanh" in name for name in names(block, W, X))
-    keeping = jax.value_and_grad(lambda x: jnp.sum(rj.remat(block, "save: *:while#1")(W, x)))
-    remaking = jax.value_and_grad(lambda x: jnp.sum(rj.remat(block, "full")(W, x)))
-    assert (times("while", keeping, X), times("while", remaking, X)) == (1, 2)
+    loops = [
+        times("while", jax.value_and_grad(lambda x, policy=policy: jnp.sum(rj.remat(block, policy)(W, x))), X)
+        for policy in ("save: *:while#1", "full")
+    ]
+    assert loops == [1, 2]
 
 
-# --- what keeping a name keeps ----------------------------------------------------------------------------------------
+READ_BY_RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "exp": (jnp.exp, "*:exp#0"),
+    "tanh": (jnp.tanh, "*:tanh#0"),
+    "sigmoid": (jax.nn.sigmoid, "*:logistic#0"),
+    "sqrt": (jnp.sqrt, "*:sqrt#0"),
+    "softmax": (jax.nn.softmax, "*:div#*, *:exp#*"),
+    "silu": (jax.nn.silu, "*:mul#*, *:logistic#0, *:dot_general#0"),
+    "relu": (jax.nn.relu, "*"),
+    "sort": (jnp.sort, "*"),
+    "gather": (lambda x: x[jnp.argsort(x[:, 0])], "*"),
+}
 
 
-@pytest.mark.parametrize(
-    ("op", "selector"),
-    [
-        (jnp.exp, "*:exp#0"),
-        (jnp.tanh, "*:tanh#0"),
-        (jax.nn.sigmoid, "*:logistic#0"),
-        (jnp.sqrt, "*:sqrt#0"),
-        (lambda x: jax.nn.softmax(x), "*:div#*, *:exp#*"),
-        (lambda x: jax.nn.silu(x), "*:mul#*, *:logistic#0, *:dot_general#0"),
-        (lambda x: jax.nn.relu(x), "*"),
-        (lambda x: jnp.sort(x), "*"),
-        (lambda x: x[jnp.argsort(x[:, 0])], "*"),
-    ],
-    ids=["exp", "tanh", "sigmoid", "sqrt", "softmax", "silu", "relu", "sort", "gather"],
-)
-def test_what_is_saved_is_not_computed_again_for_a_rule_that_reads_it(op: Any, selector: str) -> None:
+@pytest.mark.parametrize("op", READ_BY_RULES)
+def test_what_is_saved_is_not_computed_again_for_a_rule_that_reads_it(op: str) -> None:
+    function, selector = READ_BY_RULES[op]
+
     def block(w: Any, x: Any) -> Any:
-        return op(x @ w) @ w
+        return function(x @ w) @ w
 
     assert again(block, "full", W, X) == 1 and again(block, f"save: {selector}", W, X) == 0
 
@@ -270,20 +251,6 @@ def test_a_mutable_array_is_refused() -> None:
         rj.remat(block, "full")(jnp.ones(3))
 
 
-def test_a_collective_over_a_vmapped_axis() -> None:
-    def block(w: Any, x: Any) -> Any:
-        return jax.lax.psum(jnp.tanh(x @ w), "i") @ w
-
-    def gradient(f: Any) -> Any:
-        def loss(w: Any) -> Any:
-            return jnp.sum(jax.vmap(f, (None, 0), axis_name="i")(w, jnp.stack([X, 2 * X])))
-
-        return jax.jit(jax.grad(loss))(jnp.asarray(W))
-
-    for policy in ("dots", "offload_inputs"):
-        assert_same(gradient(rj.remat(block, policy)), gradient(block), 1e-5)
-
-
 def test_names_stay_with_their_arrays_in_numbers() -> None:
     def block(kernels: Any, x: Any) -> Any:
         for index, kernel in enumerate(kernels):
@@ -302,20 +269,15 @@ def test_names_stay_with_their_arrays_in_numbers() -> None:
     assert moved("offload: *exp#0, *exp#2") == [(3, 5), (3, 7)]
 
 
-@pytest.mark.parametrize(
-    ("policy", "products"),
-    [("full", 1), ("save: *exp#0", 0), ("offload: *exp#0", 0)],
-)
+@pytest.mark.parametrize(("policy", "products"), [("full", 1), ("save: *exp#0", 0), ("offload: *exp#0", 0)])
 def test_a_complex_array_is_kept_as_its_two_parts(x64: None, policy: str, products: int) -> None:
-    """A policy keeps the real and the imaginary part, both under one name; exp reads its own output, hence the parts."""
+    """Both under one name; exp reads its own output, hence the parts."""
 
     def block(w: Any, x: Any) -> Any:
         turned = jnp.exp(1j * (x @ w))
         return jnp.real(turned * jnp.conj(turned + x))
 
-    def gradients(f: Any) -> Any:
-        return jax.jit(jax.grad(lambda w, x: jnp.sum(f(w, x) ** 2), (0, 1)))(W, X)
-
-    assert_same(gradients(rj.remat(block, policy)), gradients(block))
+    grads = [jax.jit(jax.grad(lambda w, x, f=f: jnp.sum(f(w, x) ** 2), (0, 1)))(W, X) for f in (rj.remat(block, policy), block)]
+    assert_same(*grads)
     assert again(block, policy, W, X) == products
     assert not [name for name in names(block, W, X) if ":complex#" in name]

@@ -9,12 +9,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
 
 import remat_jax as rj
 from examples.models import pi0
@@ -25,7 +23,7 @@ from remat_jax.errors import UnsupportedError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.measure import measure_many
-from tests.small_models import Linear, assert_same, to_host, values
+from tests.small_models import assert_same, to_host, values
 
 LAYERS, ROWS, LENGTH, WIDTH, WORDS = 8, 16, 512, 256, 40000
 CARRIED = LAYERS * ROWS * LENGTH * WIDTH * 4
@@ -103,123 +101,76 @@ def kept(loss: Callable[..., Any], *args: Any) -> list[tuple[tuple[int, ...], bo
     return [(aval.shape, "host" in str(aval.memory_space).lower()) for aval in made.values()]
 
 
-class Reader(nn.Module):
-    """A Linen block that reads a context."""
-
-    @nn.compact
-    def __call__(self, x: Any, context: Any) -> Any:
-        return x + jnp.tanh(Linear(5)(x)) * context
-
-
-class NnxReader(nnx.Module):
-    """The same as an NNX block."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.dense = nnx.Linear(5, 5, param_dtype=jnp.float64, rngs=rngs)
-
-    def __call__(self, x: Any, context: Any) -> Any:
-        return x + jnp.tanh(self.dense(x)) * context
-
-
-Layer = Callable[[Any, Any, Any], Any]
-
-
-def linen(policy: str) -> tuple[Layer, Callable[[Any], Any], Any]:
-    """A layer, what puts the policy on a loss of such layers, and the parameters of four."""
-    block, x = Reader(), values(2, 3, 5)
-    params = jax.vmap(lambda key: block.init(key, x, x))(jax.random.split(jax.random.key(0), 4))
-    return block.apply, lambda loss: rj.checkpoint_blocks(loss, {Reader: policy}), params
-
-
-def in_nnx(policy: str) -> tuple[Layer, Callable[[Any], Any], Any]:
-    graphdef, state = nnx.split(NnxReader(nnx.Rngs(0)), nnx.Param)
-    params = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf, 3 * leaf, -leaf]), state)
-    return (
-        lambda weights, x, context: nnx.merge(graphdef, weights)(x, context),
-        lambda loss: rj.checkpoint_blocks(loss, {NnxReader: policy}),
-        params,
-    )
-
-
 def read(w: Any, x: Any, context: Any) -> Any:
     return x + jnp.tanh(x @ w) * context
 
 
-def by_remat(policy: str) -> tuple[Layer, Callable[[Any], Any], Any]:
-    return rj.remat(read, policy), lambda loss: loss, values(4, 5, 5, seed=1)
+marked, region = rj.block(read), jax.checkpoint(read)
+# For each way to give a policy: the layer under this policy, and what puts the policy on a loss of such layers.
+WAYS: dict[str, tuple[Callable[[str], Any], Callable[[Any, str], Any]]] = {
+    "blocks": (lambda policy: marked, lambda loss, policy: rj.checkpoint_blocks(loss, {marked: policy})),
+    "remat": (lambda policy: rj.remat(read, policy), lambda loss, policy: loss),
+    "replan": (lambda policy: region, rj.replan),
+}
 
 
-def replanned(policy: str) -> tuple[Layer, Callable[[Any], Any], Any]:
-    return jax.checkpoint(read), lambda loss: rj.replan(loss, policy), values(4, 5, 5, seed=1)
-
-
-def reading(make: Callable[..., Any], policy: str, outside: bool) -> tuple[Any, Any]:
+def reading(way: str, policy: str, outside: bool) -> Callable[..., Any]:
     """The loss of a scan whose layers read a context that is computed outside, or in every round."""
-    layer, put, params = make(policy)
+    layer_under, put = WAYS[way]
+    layer = layer_under(policy)
 
     def loss(params: Any, x: Any) -> Any:
         start, made = x, jnp.sin(x)
+        return jnp.sum(jax.lax.scan(lambda x, w: (layer(w, x, made if outside else jnp.sin(start)), None), x, params)[0] ** 2)
 
-        def body(x: Any, weights: Any) -> Any:
-            return layer(weights, x, made if outside else jnp.sin(start)), None
-
-        return jnp.sum(jax.lax.scan(body, x, params)[0] ** 2)
-
-    return put(loss), params
+    return put(loss, policy)
 
 
 @pytest.mark.parametrize("outside", [True, False], ids=["made outside", "made in every round"])
-@pytest.mark.parametrize("make", [linen, in_nnx, by_remat, replanned])
-def test_what_all_rounds_read_is_kept_once_on_the_device(x64: None, make: Callable[..., Any], outside: bool) -> None:
-    x = values(2, 3, 5, seed=2)
-    offload, params = reading(make, "offload_inputs", outside)
-    assert to_host(jax.grad(offload, (0, 1)), params, x) == [(2, 3, 5)], "one array of each round"
-    assert [on_host for shape, on_host in kept(offload, params, x) if shape == (4, 2, 3, 5)] == [True]
+@pytest.mark.parametrize("way", WAYS)
+def test_what_all_rounds_read_is_kept_once_on_the_device(x64: None, way: str, outside: bool) -> None:
+    x, params = values(2, 3, 5, seed=2), values(4, 5, 5, seed=1)
+    offload, full = (reading(way, policy, outside) for policy in ("offload_inputs", "full"))
+    assert to_host(jax.grad(offload, (0, 1)), params, x) == [x.shape], "one array of each round"
+    assert [on_host for shape, on_host in kept(offload, params, x) if shape == (4, *x.shape)] == [True]
     if outside:
-        full, _ = reading(make, "full", outside)
         assert_same(*(jax.jit(jax.grad(fn, (0, 1)))(params, x) for fn in (offload, full)))
 
 
-def test_what_the_rounds_hand_on_unchanged_is_kept_once(x64: None) -> None:
-    block = jax.checkpoint(read)
+def hand_on(params: Any, x: Any) -> Any:
+    def body(carry: Any, w: Any) -> Any:
+        return (region(w, *carry), carry[1]), None
 
-    def loss(params: Any, x: Any) -> Any:
-        def body(carry: Any, w: Any) -> Any:
-            return (block(w, *carry), carry[1]), None
-
-        return jnp.sum(jax.lax.scan(body, (x, jnp.sin(x)), params)[0][0])
-
-    x, params = values(2, 3, 5, seed=2), values(4, 5, 5, seed=1)
-    # JAX itself makes it a constant of the scan.
-    assert to_host(jax.grad(rj.replan(loss, "offload_inputs")), params, x) == [(2, 3, 5)]
+    return jnp.sum(jax.lax.scan(body, (x, jnp.sin(x)), params[0])[0][0])
 
 
-def test_in_scans_in_a_scan_what_differs_in_any_of_them_is_offloaded(x64: None) -> None:
-    block = jax.checkpoint(lambda w, x, inner, outer: x + jnp.tanh(x @ w) * inner * outer)
+def scan_in_scan(params: Any, x: Any) -> Any:
+    fixed = jnp.cos(x)
 
-    def loss(params: Any, x: Any) -> Any:
-        fixed = jnp.cos(x)
+    def group(x: Any, weights: Any) -> Any:
+        inner = jnp.sin(x)
+        return jax.lax.scan(lambda x, w: (region(w, x, inner * fixed), None), x, weights)[0], None
 
-        def group(x: Any, weights: Any) -> Any:
-            inner = jnp.sin(x)
-            return jax.lax.scan(lambda x, w: (block(w, x, inner, fixed), None), x, weights)[0], None
-
-        return jnp.sum(jax.lax.scan(group, x, params)[0])
-
-    x, params = values(2, 3, 5, seed=2), values(2, 4, 5, 5, seed=1)
-    assert to_host(jax.grad(rj.replan(loss, "offload_inputs")), params, x) == [(2, 3, 5)] * 2
+    return jnp.sum(jax.lax.scan(group, x, params)[0])
 
 
-def test_outside_of_scans_every_input_is_offloaded(x64: None) -> None:
-    block = jax.checkpoint(read)
+def unrolled(params: Any, x: Any) -> Any:
+    for w in params[0]:
+        x = region(w, jnp.cos(x), jnp.sin(x))
+    return jnp.sum(x)
 
-    def loss(params: Any, x: Any) -> Any:
-        for w in params:
-            x = block(w, jnp.cos(x), jnp.sin(x))
-        return jnp.sum(x)
 
-    x, params = values(2, 3, 5, seed=2), [values(5, 5, seed=1)] * 2
-    assert to_host(jax.grad(rj.replan(loss, "offload_inputs")), params, x) == [(2, 3, 5)] * 4
+@pytest.mark.parametrize(
+    ("loss", "sent"),
+    [
+        (hand_on, 1),  # What the rounds hand on unchanged is kept once: JAX itself makes it a constant of the scan.
+        (scan_in_scan, 2),  # What differs in any of the scans is offloaded.
+        (unrolled, 4),  # Outside of scans every input is offloaded.
+    ],
+)
+def test_inputs_that_differ_in_a_round_are_offloaded(x64: None, loss: Callable[..., Any], sent: int) -> None:
+    x, params = values(2, 3, 5), values(2, 2, 5, 5, seed=1)
+    assert to_host(jax.grad(rj.replan(loss, "offload_inputs")), params, x) == [x.shape] * sent
 
 
 @rj.block

@@ -13,7 +13,7 @@ import pytest
 
 import remat_jax as rj
 from remat_jax.cost.count import matmuls
-from remat_jax.errors import ArgumentError, NoEffectError, PolicyError, UnknownPolicyError, UnsupportedError
+from remat_jax.errors import ArgumentError, NoEffectError, PolicyError, UnsupportedError
 from tests.small_models import Attention, Linear, Mlp, Stack, assert_bit_equal, assert_same, make_loss, times, to_host
 
 JAX = jax.checkpoint_policies
@@ -25,9 +25,6 @@ BY_HAND = {
     "offload_dot_with_no_batch_dims": JAX.offload_dot_with_no_batch_dims("device", "pinned_host"),
     "everything": JAX.everything_saveable,
 }
-
-
-# --- counts -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.versions
@@ -74,35 +71,32 @@ def test_a_composed_policy_and_a_policy_of_jax(block: Any, policy: Any, expected
     assert to_host(jax.grad(loss, (0, 1)), params, x) == moved
 
 
-@pytest.mark.parametrize("frozen", ["Linear_0", "Linear_1"])
-def test_frozen_parameters_cost_what_they_cost_by_hand(frozen: str) -> None:
+@pytest.mark.parametrize(("frozen", "count"), [(0, 10), (1, 11)])
+def test_frozen_parameters_cost_what_they_cost_by_hand(frozen: int, count: int) -> None:
+    kernels, x = [jnp.ones((4, 3)), jnp.ones((3, 4))], jnp.ones((2, 4))
+
     def counted(block: Any) -> int:
-        loss, params, x = make_loss(block)
-        leaves, structure = jax.tree.flatten(params)
-        is_frozen = [frozen in jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)]
+        def loss(trained: Any) -> Any:
+            pair = [trained, kernels[1]] if frozen else [kernels[0], trained]
+            return jnp.sum(block(pair, block(pair, x)))
 
-        def of_trained(trained: Any) -> Any:
-            rest = iter(trained)
-            return loss(structure.unflatten(leaf if f else next(rest) for leaf, f in zip(leaves, is_frozen, strict=True)), x)
+        return matmuls(jax.value_and_grad(loss), kernels[1 - frozen])
 
-        return matmuls(jax.grad(of_trained), [leaf for leaf, f in zip(leaves, is_frozen, strict=True) if not f])
+    def block(kernels: Any, x: Any) -> Any:
+        return x + jnp.tanh(x @ kernels[0]) @ kernels[1]
 
-    assert counted(rj.remat(Mlp, "full")) == counted(nn.remat(Mlp)) == {"Linear_0": 11, "Linear_1": 10}[frozen]
-    assert counted(rj.remat(Mlp, "offload_inputs")) == counted(nn.remat(Mlp))
+    by_hand = counted(jax.checkpoint(block))
+    assert counted(rj.remat(block, "full")) == counted(rj.remat(block, "offload_inputs")) == by_hand == count
 
-
-# --- gradients --------------------------------------------------------------------------------------------------------
 
 POLICIES = ("full", "offload_inputs", "offload: *tanh*; save: @dots")
 WAYS: dict[str, Callable[..., Any]] = {
-    "grad": lambda f, p, x: jax.grad(f, (0, 1))(p, x),
     "grad of jit": lambda f, p, x: jax.grad(jax.jit(f))(p, x),
     "vmap": lambda f, p, x: jax.vmap(jax.grad(f), (None, 0))(p, jnp.stack([x, 2 * x])),
     "forward over reverse": lambda f, p, x: jax.jvp(jax.grad(f), (p, x), (p, x)),
 }
 MORE_WAYS: dict[str, Callable[..., Any]] = {
     "vmap over parameters": lambda f, p, x: jax.vmap(jax.grad(f), (0, None))(jax.tree.map(lambda a: jnp.stack([a, -a]), p), x),
-    "jvp": lambda f, p, x: jax.jvp(f, (p, x), (p, x)),
     "jvp of jvp": lambda f, p, x: jax.jvp(lambda x: jax.jvp(lambda x: f(p, x), (x,), (x,)), (x,), (x,)),
     "linearize": lambda f, p, x: jax.linearize(f, p, x)[1](p, x),
     "jacfwd": lambda f, p, x: jax.jacfwd(f, 1)(p, x),
@@ -112,8 +106,7 @@ MORE_WAYS: dict[str, Callable[..., Any]] = {
 }
 REVERSE_TWICE: dict[str, Callable[..., Any]] = {
     "reverse over forward": lambda f, p, x: jax.grad(lambda p: jax.jvp(lambda x: f(p, x), (x,), (x,))[1])(p),
-    "reverse over reverse": lambda f, p, x: jax.grad(lambda x: jnp.sum(jax.grad(f, 1)(p, x) ** 2))(x),
-    "reverse over jit of reverse": lambda f, p, x: jax.grad(lambda x: jnp.sum(jax.jit(jax.grad(f, 1))(p, x) ** 2))(x),
+    "reverse over reverse": lambda f, p, x: jax.grad(lambda x: jnp.sum(jax.jit(jax.grad(f, 1))(p, x) ** 2))(x),
 }
 
 
@@ -160,9 +153,6 @@ def test_an_offload_inside_a_vmap_over_everything_moves_the_whole_batch() -> Non
     assert to_host(batched, params, jnp.stack([x] * 5)) == [(5, 2, 3, 3)] * 2
 
 
-# --- functions --------------------------------------------------------------------------------------------------------
-
-
 def test_arguments_of_any_kind_reach_a_function_as_they_are() -> None:
     seen = []
 
@@ -179,13 +169,13 @@ def test_arguments_of_any_kind_reach_a_function_as_they_are() -> None:
             assert mode == "m" and seen[-1] == (2.0, "m", True, None, jnp.sin)
             return outputs["y"].sum(), outputs
 
-        return jax.jit(jax.value_and_grad(loss, has_aux=True))(tree)
+        (value, outputs), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(tree)
+        assert outputs["index"].tolist() == [1, 2, 3] and outputs["flag"].tolist() == [False, False, True]
+        return value, outputs["y"], grads
 
     plain = gradient(block)
     for policy in ("full", "offload: *dot*", "save: *"):
-        ours = gradient(rj.remat(block, policy))
-        assert_same(ours, plain, 1e-6)
-        assert ours[0][1]["index"].tolist() == [1, 2, 3] and ours[0][1]["flag"].tolist() == [False, False, True]
+        assert_same(gradient(rj.remat(block, policy)), plain, 1e-6)
 
 
 def test_what_a_function_closes_over_is_differentiated_and_is_no_input() -> None:
@@ -252,9 +242,6 @@ def test_a_policy_may_be_made_by_a_decorator_and_keeps_the_signature() -> None:
     assert float(block(jnp.float32(0.0), n=3)) == 0.0
 
 
-# --- Linen classes ----------------------------------------------------------------------------------------------------
-
-
 class Net(nn.Module):
     block: Any
 
@@ -293,19 +280,6 @@ def test_static_arguments_by_name() -> None:
         rj.remat(Gated, "full", static_argnames="deterministc")
 
 
-def test_remat_inside_nn_vmap_and_nn_scan_lifts() -> None:
-    x = jnp.ones((3, 2, 4))
-    lift = functools.partial(nn.vmap, variable_axes={"params": 0}, split_rngs={"params": True})
-    plain, ours = (lift(block)() for block in (Mlp, rj.remat(Mlp, "dots")))
-    params = plain.init(jax.random.key(0), x)
-    assert_bit_equal(ours.init(jax.random.key(0), x), params)
-    grads = [jax.grad(lambda p, m=m: jnp.sum(m.apply(p, x) ** 2))(params) for m in (plain, ours)]
-    assert_same(grads[1], grads[0], 1e-6)
-
-
-# --- wrong use --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("target", "policy", "error", "message"),
     [
@@ -313,8 +287,6 @@ def test_remat_inside_nn_vmap_and_nn_scan_lifts() -> None:
         (3, "full", ArgumentError, "target=3: expected a Linen or NNX module class or a function"),
         (dict, "full", ArgumentError, "target=<class 'dict'>: a class must be a flax.linen or flax.nnx module"),
         (Mlp, None, PolicyError, "policy=None is read differently.*Write 'full'.*or 'off'"),
-        (Mlp, "dot", UnknownPolicyError, "policy='dot' is not the name of a policy. Did you mean 'dots'"),
-        (Mlp, JAX.save_only_these_names, PolicyError, "a function that makes one"),
     ],
 )
 def test_what_is_no_target_or_no_policy_is_refused_at_once(target: Any, policy: Any, error: type, message: str) -> None:

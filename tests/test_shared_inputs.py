@@ -12,7 +12,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 import remat_jax as rj
 from remat_jax import compat
@@ -69,47 +68,10 @@ class Translator(nn.Module):
         return x
 
 
-class NnxLayer(nnx.Module):
-    """An MLP with a mask of its input's shape."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-
-    def __call__(self, x: Any, mask: Any) -> Any:
-        return x + jnp.tanh(self.dense(x) * mask)
-
-
-class NnxStack(nnx.Module):
-    """Layers in a list, or in `nnx.scan` with the mask broadcast or closed over."""
-
-    def __init__(self, kind: str, rngs: nnx.Rngs) -> None:
-        self.kind = kind
-        if kind == "unrolled":
-            self.layers = nnx.List([NnxLayer(rngs) for _ in range(LAYERS)])
-        else:
-            self.layers = nnx.vmap(NnxLayer)(rngs.split(LAYERS))
-
-    def __call__(self, x: Any) -> Any:
-        mask = jnp.sin(x)
-        if self.kind == "unrolled":
-            for layer in self.layers:
-                x = layer(x, mask)
-            return x
-        if self.kind == "broadcast":
-            run = nnx.scan(lambda layer, x, m: layer(x, m), in_axes=(0, nnx.Carry, None), out_axes=nnx.Carry)
-            return run(self.layers, x, mask)
-        return nnx.scan(lambda layer, x: layer(x, mask), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
-
-
 def workload(model: nn.Module, **options: Any) -> rj.Workload:
     x = jax.ShapeDtypeStruct((BATCH, TOKENS, WIDTH), jnp.float32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     return rj.Workload(lambda p, x: jnp.sum(jnp.sin(model.apply(p, x))), params, (x,), Layer, **options)
-
-
-def nnx_workload(kind: str) -> rj.Workload:
-    x = jnp.ones((BATCH, TOKENS, WIDTH))
-    return rj.Workload.from_nnx(NnxStack(kind, nnx.Rngs(0)), lambda model, x: model(x).sum(), (x,), blocks=NnxLayer)
 
 
 @pytest.fixture
@@ -121,9 +83,6 @@ def scans_offload(monkeypatch: pytest.MonkeyPatch) -> None:
 def totals(job: rj.Workload, policy: Any) -> tuple[int, list[tuple[int, int | None]]]:
     table = rj.residuals(job, policy)
     return table.host_bytes, [(array.bytes, array.blocks) for array in table.shared]
-
-
-# --- bytes ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["offload_inputs", "offload: *:input#*", "1 × full | 2 × offload_inputs"])
@@ -147,11 +106,6 @@ def test_a_decoder_that_reads_an_encoders_output() -> None:
 def test_a_mask_that_a_scan_broadcasts(policy: str, scans_offload: None) -> None:
     host, kept = totals(workload(Encoder(scanned=True)), policy)
     assert (host, kept) == (LAYERS * X, [(MASK, None)])
-
-
-@pytest.mark.parametrize("kind", ["unrolled", "broadcast", "closed"])
-def test_nnx_layers(kind: str, scans_offload: None) -> None:
-    assert totals(nnx_workload(kind), "offload_inputs") == (LAYERS * X, [(X, LAYERS if kind == "unrolled" else None)])
 
 
 def test_regions_that_are_replanned() -> None:
@@ -212,16 +166,10 @@ def test_where_all_that_a_policy_offloads_is_shared_the_receipt_says_so() -> Non
     assert "stays on the device" in printed and "200 B read by 3 blocks" in printed
 
 
-# --- the compiled step ------------------------------------------------------------------------------------------------
-
-
 def test_the_compiled_step_copies_no_mask() -> None:
     report = rj.measure(workload(Encoder()), "offload_inputs", target="h200")
     assert report.receipt is not None and report.overlap is not None
     assert report.overlap.out.bytes == report.overlap.back.bytes == report.receipt.offered_bytes == LAYERS * X
-
-
-# --- the planner ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scanned", [False, True])
@@ -231,9 +179,6 @@ def test_the_planner_counts_what_the_table_counts(scanned: bool, scans_offload: 
     for policy in ("offload_inputs", "offload: *:input#1, *:input#0"):
         assert kept_bytes(described, policy) == (0, rj.residuals(job, policy).host_bytes) == (0, LAYERS * X)
     assert all("input#1" not in name for kind in described.kinds for name in kind.residuals)
-
-
-# --- gradients --------------------------------------------------------------------------------------------------------
 
 
 WAYS: dict[str, Callable[..., Any]] = {

@@ -37,9 +37,6 @@ def stack(kernels: Any, x: Any, **options: Any) -> Any:
     return jax.lax.scan(lambda x, kernel: (block_by_hand(kernel, x), None), x, kernels, **options)[0]
 
 
-# --- compiled ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
     return compile_for_h200(tmp_path_factory.mktemp("alone"), ALONE)
@@ -55,9 +52,6 @@ def test_a_layer_that_is_a_scan_by_itself_computes_again(compiled: dict[str, Com
 def test_a_layer_that_is_a_scan_by_itself_offloads(compiled: dict[str, Compiled]) -> None:
     """Only its input, which stayed on the device when no barrier separated the passes."""
     assert (compiled["away"].host_temp, compiled["full"].host_temp) == (INPUT_BYTES, 0)
-
-
-# --- traced -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
