@@ -33,6 +33,22 @@ class Mlp(nn.Module):
         return x + Linear(x.shape[-1])(jnp.tanh(Linear(3)(x)))
 
 
+class First(Mlp):
+    """A class of its own."""
+
+
+class Second(Mlp):
+    """Another one."""
+
+
+class Both(nn.Module):
+    """A block with a block of each of two classes."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return Second(name="second")(First(name="first")(x))
+
+
 class Attention(nn.Module):
     """Six matmuls, two of them with batch dimensions."""
 

@@ -13,7 +13,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import remat_jax as rj
@@ -21,8 +20,10 @@ from remat_jax.cost.count import matmuls
 from remat_jax.errors import ArgumentError, BlockError, NoEffectError, PolicyError
 from tests.small_models import (
     Attention,
+    First,
     Linear,
     Mlp,
+    Second,
     Stack,
     assert_bit_equal,
     assert_same,
@@ -111,11 +112,9 @@ def test_a_function_that_looks_at_values_works_and_is_still_checked() -> None:
         # The second wrapper meets a cached step and cannot trace `epoch` to see its contents.
         assert rj.checkpoint_blocks(epoch, {Mlp: "full"})(params, x) == pytest.approx(epoch(params, x), rel=1e-6)
 
-    class Elsewhere(Mlp):
-        """A class of this test alone, so that no other function reaches a block under these policies."""
-
-    with pytest.raises(BlockError, match="block=Elsewhere: this class was never called"):
-        rj.checkpoint_blocks(epoch, {Elsewhere: "full"})(params, x)
+    # No other function of this file reaches a block under these policies.
+    with pytest.raises(BlockError, match="block=Second: this class was never called"):
+        rj.checkpoint_blocks(epoch, {Second: "full"})(params, x)
 
 
 def test_nothing_is_kept_of_calls_and_arrays() -> None:
@@ -169,10 +168,7 @@ def test_each_block_has_its_own_policy_by_class_glob_or_base_class() -> None:
     assert more({Pair: "full"}) == 14
     assert more({Pair: "save: *Attention_0*, *Mlp_0*"}) == 0
 
-    class Wider(Mlp):
-        pass
-
-    loss, params, x = make_loss(Wider)
+    loss, params, x = make_loss(First)
     assert counted(full(loss), params, x) == FULL
 
 
@@ -226,66 +222,51 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize(("policy", "train"), [("full", False), ("offload: @inputs; save: @dots", True)])
 def test_linen_models_compute_what_they_compute_without(x64: None, policy: str, train: bool) -> None:
-    x, ids = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4))), jnp.arange(4)
+    x, ids = values(4, 4), jnp.arange(4)
     rngs = {"dropout": jax.random.key(1), "noise": jax.random.key(2)}
+    variables = jax.jit(lambda x: Model().init({"params": jax.random.key(0), **rngs}, x, ids, train=train))(x)
 
     def run(model: Any, variables: Any, x: Any) -> Any:
-        (y, ids_out), updates = model.apply(
-            variables, x, ids, train=train, rngs=rngs, mutable=["batch_stats", "intermediates"], capture_intermediates=True
-        )
+        collections = ["batch_stats", "intermediates"]
+        kwargs = {"train": train, "rngs": rngs, "mutable": collections, "capture_intermediates": True}
+        (y, ids_out), updates = model.apply(variables, x, ids, **kwargs)
+        assert sorted(updates) == collections
         arrays = jax.tree.map(lambda leaf: None if isinstance(leaf, str) else leaf, updates)
         return jnp.sum(y**2), (y, ids_out, arrays)
 
-    def init(model: Any) -> Any:
-        return model.init({"params": jax.random.key(0), **rngs}, x, ids, train=train)
-
-    variables = init(Model())
     plain = functools.partial(run, Model())
     blocks = rj.checkpoint_blocks(plain, {Everything: policy})
     classes = functools.partial(run, Model(rj.remat(Everything, policy, static_argnames=("train", "mode"))))
     expected = jax.jit(jax.value_and_grad(plain, has_aux=True))(variables, x)
-    assert expected[0][1][1].dtype == jnp.int64 and sorted(expected[0][1][2]) == ["batch_stats", "intermediates"]
     for ours in (blocks, classes):
         # Another mask or another draw of the noise would differ greatly; the aux has statistics, sown and captured values.
         assert_same(jax.jit(jax.value_and_grad(ours, has_aux=True))(variables, x), expected)
-    made = rj.checkpoint_blocks(functools.partial(init, Model()), {Everything: policy})()
-    assert_bit_equal(made, variables)
 
 
-def test_shared_and_setup_modules_and_other_methods() -> None:
-    class Shared(nn.Module):
-        def setup(self) -> None:
-            self.block, self.blocks = Mlp(), [Mlp(), Mlp()]
+class Shared(nn.Module):
+    def setup(self) -> None:
+        self.block, self.blocks = Mlp(), [Mlp(), Mlp()]
 
-        def encode(self, x: Any) -> Any:
-            return self.block(self.block(x))
+    def encode(self, x: Any) -> Any:
+        return self.block(self.block(x))
 
-        def __call__(self, x: Any) -> Any:
-            for block in self.blocks:
-                x = block(x)
-            return self.encode(x)
-
-    x = jnp.ones((2, 4)) / 3
-    variables = Shared().init(jax.random.key(0), x)
-    for method, again in (("__call__", 4), ("encode", 2)):
-        loss = lambda variables, x, method=method: jnp.sum(Shared().apply(variables, x, method=method) ** 2)  # noqa: E731
-        assert counted(full(loss), variables, x) == counted(loss, variables, x) + again
-        assert_same(jax.grad(full(loss))(variables, x), jax.grad(loss)(variables, x), 1e-6)
-    loss = lambda variables: jnp.sum(Shared().apply(variables, x, method="encode"))  # noqa: E731
-    with pytest.raises(BlockError, match="Name the class whose __call__ runs once per layer"):
-        rj.checkpoint_blocks(loss, {Shared: "full"})(variables)
+    def __call__(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.encode(x)
 
 
-def test_lifted_blocks() -> None:
-    x = jnp.ones((3, 2, 4)) / 3
+def test_shared_setup_and_lifted_modules_and_other_methods() -> None:
     lifted = nn.vmap(Mlp, variable_axes={"params": 0}, split_rngs={"params": True})
-    variables = lifted().init(jax.random.key(0), x)
-    loss = lambda variables, x: jnp.sum(lifted().apply(variables, x) ** 2)  # noqa: E731
-    assert counted(full(loss), variables, x) == counted(loss, variables, x) + 1
-    assert_same(jax.grad(full(loss))(variables, x), jax.grad(loss)(variables, x), 1e-6)
-    scanned, params, x = make_loss(scanned=True)
-    assert counted(full(scanned), params, x) == counted(scanned, params, x) + 2
-    assert to_host(jax.grad(rj.checkpoint_blocks(scanned, {Mlp: "offload: *tanh*"})), params, x) == [(2, 3, 3)]
+    for model, method, again in ((Shared(), "__call__", 4), (Shared(), "encode", 2), (lifted(), "__call__", 1)):
+        x = values(3, 2, 4)
+        variables = jax.jit(model.init)(jax.random.key(0), x)
+        loss = lambda v, x, model=model, method=method: jnp.sum(model.apply(v, x, method=method) ** 2)  # noqa: E731
+        assert counted(full(loss), variables, x) == counted(loss, variables, x) + again
+        assert_same(*(jax.jit(jax.grad(fn))(variables, x) for fn in (full(loss), loss)), 1e-6)
+    encoding = lambda variables: jnp.sum(Shared().apply(variables, x, method="encode"))  # noqa: E731
+    with pytest.raises(BlockError, match="Name the class whose __call__ runs once per layer"):
+        jax.eval_shape(rj.checkpoint_blocks(encoding, {Shared: "full"}), jax.eval_shape(Shared().init, jax.random.key(0), x))
 
 
 def test_in_evaluation_nothing_is_computed_again_or_moved() -> None:
@@ -311,10 +292,6 @@ def test_many_layers_are_traced_once_each() -> None:
     calls.clear()
     jax.make_jaxpr(jax.grad(full(loss)))(params, x)
     assert len(calls) == 12
-
-
-# Matmuls of value and gradient of two `Mlp`s, plain and under `full`.
-PLAIN, FULL = 11, 13
 
 
 def test_wrong_keys_and_values_are_refused_at_once() -> None:
@@ -352,6 +329,9 @@ def test_a_block_that_is_not_there_names_those_that_are() -> None:
         rj.checkpoint_blocks(lambda x: rj.block(jnp.sin)(x), {"sin": "full"})(x)
     with pytest.raises(BlockError, match="No module of this kind was called at all"):
         rj.checkpoint_blocks(lambda x: x, {Mlp: "full"})(x)
+    layer = rj.block(lambda w, x: x * w)
+    with pytest.raises(BlockError, match="A glob selects modules. To select a function, mark it with @remat_jax.block"):
+        rj.checkpoint_blocks(lambda x: layer(x, x).sum(), {"layer": "full"})(x)
 
 
 def test_an_error_of_the_model_leaves_nothing_behind() -> None:
@@ -363,13 +343,4 @@ def test_an_error_of_the_model_leaves_nothing_behind() -> None:
     loss, params, x = make_loss()
     with pytest.raises(ValueError, match="the model's own"):
         rj.checkpoint_blocks(lambda x: Failing().apply({}, x), {Failing: "full", Stack: "full"})(x)
-    assert (
-        matmuls(jax.value_and_grad(loss), params, x) == PLAIN
-        and matmuls(jax.value_and_grad(rj.checkpoint_blocks(loss, {Mlp: "full"})), params, x) == FULL
-    )
-
-
-def test_a_glob_does_not_select_a_marked_function() -> None:
-    layer = rj.block(lambda w, x: x * w)
-    with pytest.raises(BlockError, match="A glob selects modules. To select a function, mark it with @remat_jax.block"):
-        rj.checkpoint_blocks(lambda w, x: layer(w, x).sum(), {"layer": "full"})(jnp.ones(3), jnp.ones(3))
+    assert (counted(loss, params, x), counted(full(loss), params, x)) == (PLAIN, FULL)

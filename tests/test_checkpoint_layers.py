@@ -19,9 +19,11 @@ from remat_jax.cost.count import matmuls
 from remat_jax.errors import BlockError
 from tests.small_models import (
     Attention,
+    Both,
+    First,
     Linear,
     Mlp,
-    Stack,
+    Second,
     assert_bit_equal,
     assert_same,
     block_by_hand,
@@ -40,15 +42,11 @@ def lengths(fn: Any, *args: Any) -> list[int]:
     return [eqn.params["length"] for eqn, _ in equations(fn, *args) if eqn.primitive.name == "scan"]
 
 
-def gradient_of(loss: Any, policies: Any, *args: Any) -> Any:
-    return jax.grad(rj.checkpoint_blocks(loss, policies))(*args)
-
-
 def test_unrolled_gradients_are_bit_equal_run_op_by_op() -> None:
     loss, params, x = make_loss(layers=4)
     expected = jax.grad(loss)(params, x)
     for policies in (MIXED, "1 x off | 1 x offload_inputs | 2 x dots", "2 x offload_inputs | 2 x full in groups of 2"):
-        assert_bit_equal(gradient_of(loss, {Mlp: policies}, params, x), expected)
+        assert_bit_equal(jax.grad(rj.checkpoint_blocks(loss, {Mlp: policies}))(params, x), expected)
 
 
 @pytest.mark.versions
@@ -101,12 +99,6 @@ def test_one_run_is_the_same_program_as_one_policy(scanned: bool, policy: str) -
     assert str(jax.make_jaxpr(jax.grad(by_block))(params, x)) == str(jax.make_jaxpr(jax.grad(by_layer))(params, x))
 
 
-def test_parameters_are_made_as_without_policies() -> None:
-    model, x = Stack(Mlp, 3, scanned=True), values(2, 4)
-    init = rj.checkpoint_blocks(model.init, {Mlp: "1 x full | 2 x dots"})
-    assert_bit_equal(*(jax.jit(function)(jax.random.key(0), x) for function in (init, model.init)))
-
-
 def test_a_scan_is_cut_between_layers_under_one_policy() -> None:
     loss, params, x = make_loss(layers=4, scanned=True)
     assert lengths(rj.checkpoint_blocks(loss, {Mlp: "2 x full || 1 x full || 1 x full"}), params, x) == [2, 1, 1]
@@ -135,51 +127,32 @@ def test_several_blocks_in_a_round_are_counted_one_by_one() -> None:
         return jnp.sum(jnp.sin(jax.lax.scan(body, x, kernels)[0]))
 
     x = values(2, 3, 4)
-    shapes = jax.eval_shape(Attention().init, jax.random.key(0), x)
-    inner = jax.tree.map(lambda leaf: values(4, *leaf.shape), shapes)
+    inner = jax.tree.map(lambda leaf: values(4, *leaf.shape), jax.eval_shape(Attention().init, jax.random.key(0), x))
     args = (values(4, 4, 3), values(4, 4, 3, seed=1), inner), x
-    plain = rj.checkpoint_blocks(loss, {Mlp: "full", Attention: "full"})
-    again = matmuls(jax.grad(plain), *args)
+    full = rj.checkpoint_blocks(loss, {Mlp: "full", Attention: "full"})
     # Two calls of Mlp per round: one scan for rounds 0 and 1, one for round 2, one for round 3.
     fn = rj.checkpoint_blocks(loss, {Mlp: "5 x full | 3 x dots", Attention: "3 x full | 1 x dots"})
     assert lengths(fn, *args) == [2, 1, 1]
-    assert again - matmuls(jax.grad(fn), *args) == 3 * 1 + 5
+    assert matmuls(jax.grad(full), *args) - matmuls(jax.grad(fn), *args) == 3 * 1 + 5
     assert_same(jax.jit(jax.grad(fn))(*args), jax.jit(jax.grad(loss))(*args))
 
 
 @pytest.mark.usefixtures("x64")
 def test_one_policy_for_blocks_around_those_with_policies_by_layer() -> None:
-    class Inner(Mlp):
-        """A class of its own."""
-
-    class Plain(Mlp):
-        """Another one."""
-
-    class Outer(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            return Inner(name="second")(Plain(name="first")(x))
-
-    loss, params, x = make_loss(Outer, layers=3, scanned=True)
-    policies = {Outer: "full", Plain: "2 x full | 1 x dots", Inner: "1 x dots | 2 x full"}
-    fn = rj.checkpoint_blocks(loss, policies)
+    loss, params, x = make_loss(Both, layers=3, scanned=True)
+    fn = rj.checkpoint_blocks(loss, {Both: "full", First: "2 x full | 1 x dots", Second: "1 x dots | 2 x full"})
     assert_same(jax.jit(jax.grad(fn))(params, x), jax.jit(jax.grad(loss))(params, x))
     assert lengths(fn, params, x) == [1, 1, 1]
 
-    def products(plain: str, inner: str) -> int:
-        policies = {Outer: "full", Plain: plain, Inner: inner}
-        return matmuls(jax.grad(rj.checkpoint_blocks(loss, policies)), params, x)
+    def products(policy: str) -> int:
+        return matmuls(jax.grad(rj.checkpoint_blocks(loss, {Both: "full", First: policy, Second: policy})), params, x)
 
     # The outer checkpoint recomputes everything; in the second forward pass the inner ones keep their residuals.
-    full, dots = products("full", "full"), products("dots", "dots")
-    assert full - dots == 3
-    assert full - products("2 x full | 1 x dots", "2 x full | 1 x dots") == 1
+    assert [products("full") - products(policy) for policy in ("dots", "2 x full | 1 x dots")] == [3, 1]
 
 
 def test_a_jit_that_was_traced_before_has_each_layer_under_its_own_policy() -> None:
-    @jax.jit
-    def layer(kernel: Any, x: Any) -> Any:
-        return block_by_hand(kernel, x)
+    layer = jax.jit(block_by_hand)
 
     def loss(kernel: Any, x: Any) -> Any:
         for _ in range(4):
@@ -188,12 +161,11 @@ def test_a_jit_that_was_traced_before_has_each_layer_under_its_own_policy() -> N
 
     args = values(4, 3), values(2, 4, seed=1)
     expected = jax.jit(jax.grad(loss))(*args)
-    counts = []
-    for policies in ("4 x full", "3 x full | 1 x dots", "1 x full | 3 x dots"):
-        fn = rj.checkpoint_blocks(loss, {Mlp: policies})
-        assert_same(jax.jit(jax.grad(fn))(*args), expected, 1e-6)
-        counts.append(matmuls(jax.grad(fn), *args))
+    policies = ("4 x full", "3 x full | 1 x dots", "1 x full | 3 x dots")
+    gradients = [jax.grad(rj.checkpoint_blocks(loss, {Mlp: text})) for text in policies]
+    counts = [matmuls(gradient, *args) for gradient in gradients]
     assert [counts[0] - count for count in counts] == [0, 1, 3]
+    assert_same(jax.jit(gradients[1])(*args), expected, 1e-6)
     assert times("custom_jvp_call", loss, *args) == 0, "nothing is left behind"
 
 
@@ -205,10 +177,10 @@ def test_each_call_counts_where_a_model_runs_twice(scanned: bool) -> None:
     def twice(params: Any, x: Any) -> Any:
         return loss(params, x) + loss(params, 2 * x)
 
-    fn = rj.checkpoint_blocks(twice, {Mlp: "3 x full | 1 x dots"})
-    assert_same(*(jax.jit(jax.grad(function))(params, x) for function in (fn, twice)))
-    full = rj.checkpoint_blocks(twice, {Mlp: "full"})
-    assert matmuls(jax.grad(full), params, x) - matmuls(jax.grad(fn), params, x) == 1
+    full, fn = (jax.grad(rj.checkpoint_blocks(twice, {Mlp: policy})) for policy in ("full", "3 x full | 1 x dots"))
+    assert matmuls(full, params, x) - matmuls(fn, params, x) == 1
+    if scanned:
+        assert_same(jax.jit(fn)(params, x), jax.jit(jax.grad(twice))(params, x))
     with pytest.raises(BlockError, match="has policies for 2 layers, but the block is called 4 times"):
         rj.checkpoint_blocks(twice, {Mlp: "1 x full | 1 x dots"})(params, x)
 
@@ -229,25 +201,6 @@ def test_blocks_under_vmap_branches_and_checkpoints_inside_the_function() -> Non
     assert [counts[0] - count for count in counts] == [0, 1, 1]
 
 
-def test_an_inner_call_has_its_own_layers() -> None:
-    loss, params, x = make_loss(layers=3)
-    attention_loss, attention_params, _ = make_loss(Attention, layers=2)
-    inner = rj.checkpoint_blocks(loss, {Mlp: "2 x full | 1 x dots"})
-
-    def both(params: Any, attention_params: Any, x: Any) -> Any:
-        return inner(params, x) + attention_loss(attention_params, x)
-
-    args = params, attention_params, x
-    fn, full = (rj.checkpoint_blocks(both, {Attention: policy}) for policy in ("1 x full | 1 x dots", "full"))
-    expected = jax.grad(loss)(params, x)
-    assert_same(jax.jit(jax.grad(fn))(*args), expected, 1e-6)
-    # Only the attentions' parameters need another recomputation.
-    counts = [matmuls(jax.grad(function, argnums=(0, 1)), *args) for function in (full, fn)]
-    assert counts[0] - counts[1] == 5
-    with pytest.raises(BlockError, match="an inner checkpoint_blocks has a policy"):
-        rj.checkpoint_blocks(inner, {Mlp: "3 x full"})(params, x)
-
-
 class NnxBlock(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(4, 4, rngs=rngs, param_dtype=jnp.float64)
@@ -258,39 +211,24 @@ class NnxBlock(nnx.Module):
         return x + jnp.tanh(self.linear(x))
 
 
-class NnxStack(nnx.Module):
-    def __init__(self, scanned: bool) -> None:
-        rngs = nnx.Rngs(0)
-        self.scanned = scanned
-        if scanned:
-            self.layers = nnx.vmap(NnxBlock)(rngs.split(4))
-        else:
-            self.layers = nnx.List([NnxBlock(rngs) for _ in range(4)])
-
-    def __call__(self, x: Any) -> Any:
-        if self.scanned:
-            return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def run_scanned(layers: NnxBlock, x: Any) -> Any:
+    out = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, layers)
+    return jnp.sum(jnp.sin(out))
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("scanned", [False, True])
-def test_nnx_models_with_state_that_every_call_writes(scanned: bool) -> None:
-    x = values(3, 4)
+def test_scanned_nnx_layers_with_state_that_every_call_writes() -> None:
+    def make() -> NnxBlock:
+        return nnx.vmap(NnxBlock)(nnx.Rngs(0).split(4))
 
-    def loss(model: NnxStack, x: Any) -> Any:
-        return jnp.sum(jnp.sin(model(x)))
-
-    plain = NnxStack(scanned)
-    expected, calls = nnx.grad(loss)(plain, x), nnx.state(plain, nnx.BatchStat)
-    for policy in ("3 x full | 1 x dots", "4 x full in groups of 2"):
-        model = NnxStack(scanned)
-        assert_same(nnx.grad(rj.checkpoint_blocks(loss, {NnxBlock: policy}))(model, x), expected)
-        assert_bit_equal(nnx.state(model, nnx.BatchStat), calls)
+    plain, x = make(), values(3, 4)
+    gradient, calls = nnx.grad(run_scanned)(plain, x), nnx.state(plain, nnx.BatchStat)
     assert all(np.all(leaf == 1) for leaf in jax.tree.leaves(calls))
-    job = rj.Workload.from_nnx(plain, loss, (x,), NnxBlock)
+    for policy in ("3 x full | 1 x dots", "4 x full in groups of 2"):
+        layers = make()
+        assert_same(nnx.grad(rj.checkpoint_blocks(run_scanned, {NnxBlock: policy}))(layers, x), gradient)
+        assert_bit_equal(nnx.state(layers, nnx.BatchStat), calls)
+    job = rj.Workload.from_nnx(plain, run_scanned, (x,), NnxBlock)
 
     def products(policy: str) -> int:
         loss, params, rest = job.split_loss(policy)

@@ -39,24 +39,6 @@ def test_a_call_inside_sets_blocks_that_stand_in_the_blocks_of_the_call_around(s
             assert_same(jax.jit(jax.grad(nested))(params, x), jax.jit(jax.grad(loss))(params, x))
 
 
-@pytest.mark.usefixtures("x64")
-def test_a_call_inside_a_block_under_vmap() -> None:
-    class Rows(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            return x - jax.lax.pmean(Mlp()(x), "rows")
-
-    model, x = Stack(Rows, 2), values(3, 2, 4)
-    params = jax.vmap(model.init, (None, 0), None, axis_name="rows")(jax.random.key(0), x)
-
-    def loss(params: Any, x: Any) -> Any:
-        return jnp.sum(jnp.sin(jax.vmap(model.apply, (None, 0), axis_name="rows")(params, x)))
-
-    inner = rj.checkpoint_blocks(loss, {Mlp: "1 x full | 1 x dots"})
-    fn = rj.checkpoint_blocks(inner, {Rows: "1 x dots | 1 x full"})
-    assert_same(*(jax.jit(jax.grad(function))(params, x) for function in (fn, loss)))
-
-
 def nested(kernels: Any, x: Any) -> Any:
     """Three rounds of two layers, with a row for each round and another for each layer."""
 
@@ -114,26 +96,21 @@ def test_the_layers_of_a_residual_in_nested_scans_are_those_of_all_rounds() -> N
 
 @pytest.mark.usefixtures("x64")
 def test_a_scan_of_no_rounds_has_no_layers() -> None:
+    def layer(x: Any, kernel: Any) -> Any:
+        return block_by_hand(kernel, x), x
+
     def loss(kernels: Any, empty: Any, x: Any) -> Any:
-        def layer(x: Any, kernel: Any) -> Any:
-            return block_by_hand(kernel, x), x
-
-        def pair(x: Any, kernels: Any) -> Any:
-            return jax.lax.scan(layer, x, kernels)
-
         x, _ = jax.lax.scan(layer, x, empty)
         x, _ = jax.lax.scan(layer, x, kernels)
-        x, none = jax.lax.scan(pair, x, jnp.broadcast_to(kernels, (0, *kernels.shape)))
-        x, nothing = jax.lax.scan(layer, x, empty)
-        return jnp.sum(jnp.sin(x)) + jnp.sum(none) + jnp.sum(nothing)
+        no_rounds = jnp.broadcast_to(kernels, (0, *kernels.shape))
+        x, none = jax.lax.scan(lambda x, kernels: jax.lax.scan(layer, x, kernels), x, no_rounds)
+        return jnp.sum(jnp.sin(x)) + jnp.sum(none)
 
     args = values(3, 4, 3), values(0, 4, 3), values(2, 4, seed=1)
     fn = rj.checkpoint_blocks(loss, {Mlp: "2 x full | 1 x dots"})
     assert_same(*(jax.jit(jax.grad(function, argnums=(0, 1, 2)))(*args) for function in (fn, loss)))
     with pytest.raises(BlockError, match="the block is called 0 times"):
-        rj.checkpoint_blocks(
-            lambda x: jax.lax.scan(lambda x, k: (block_by_hand(k, x), None), x, args[1])[0], {Mlp: "1 x full"}
-        )(args[2])
+        rj.checkpoint_blocks(lambda x: jax.lax.scan(layer, x, args[1])[0], {Mlp: "1 x full"})(args[2])
 
 
 class Centred(nn.Module):
@@ -184,24 +161,20 @@ def test_stacked_parameters_behind_a_jit_are_read_in_place(wrapped: str) -> None
 
 @pytest.mark.usefixtures("x64")
 def test_a_cond_whose_branches_call_different_blocks() -> None:
-    attention = Attention()
-    variables = jax.tree.map(
-        lambda leaf: values(*leaf.shape), jax.eval_shape(attention.init, jax.random.key(0), values(2, 3, 4))
-    )
+    attention, x = Attention(), values(2, 3, 4, seed=1)
+    variables = jax.tree.map(lambda leaf: values(*leaf.shape), jax.eval_shape(attention.init, jax.random.key(0), x))
 
     def loss(kernels: Any, variables: Any, x: Any, turn: Any) -> Any:
         def layer(x: Any, row: Any) -> Any:
-            kernel, index = row
-            by_mlp, by_attention = functools.partial(block_by_hand, kernel), functools.partial(attention.apply, variables)
-            return jax.lax.cond(index % 2 == turn, by_mlp, by_attention, x), None
+            branches = functools.partial(block_by_hand, row[0]), functools.partial(attention.apply, variables)
+            return jax.lax.cond(row[1] % 2 == turn, *branches, x), None
 
         return jnp.sum(jnp.sin(jax.lax.scan(layer, x, (kernels, jnp.arange(4)))[0]))
 
-    args = values(4, 4, 3), variables, values(2, 3, 4, seed=1)
     fn = rj.checkpoint_blocks(loss, {Mlp: "3 x full | 1 x dots", Attention: "1 x dots | 3 x full"})
     gradients = [jax.jit(jax.grad(function, argnums=(0, 1, 2))) for function in (fn, loss)]
     for turn in (0, 1):
-        assert_same(*(gradient(*args, turn) for gradient in gradients))
+        assert_same(*(gradient(values(4, 4, 3), variables, x, turn) for gradient in gradients))
 
 
 class Counted(nnx.Module):

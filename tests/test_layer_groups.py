@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -16,7 +15,7 @@ from remat_jax import compat
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import BlockError, NoEffectError, PlanningError, UnsupportedError
 from remat_jax.planning.problem import describe, extra_seconds
-from tests.small_models import Attention, Mlp, assert_same, block_by_hand, equations, make_loss, values
+from tests.small_models import Attention, Both, First, Mlp, Second, assert_same, block_by_hand, equations, make_loss, values
 
 needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 INPUT = 2 * 3 * 4 * 4
@@ -158,31 +157,17 @@ def test_layers_inside_jit_and_several_in_a_round() -> None:
         rj.checkpoint_blocks(loss, {Mlp: "3 x full | 3 x full in groups of 3"})(*args)
 
 
-class First(Mlp):
-    """A class of its own."""
-
-
-class Other(Mlp):
-    """Another one."""
-
-
-class Pair(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return Other(name="second")(First(name="first")(x))
-
-
 PAIRS, ALL = "4 x full in groups of 2", "4 x full in groups of 4"
 
 
 @pytest.mark.usefixtures("x64")
 def test_blocks_of_two_classes() -> None:
     policies: dict[bool, list[dict[Any, str]]] = {
-        False: [{First: ALL, Other: "dots"}, {Pair: "4 x dots in groups of 2", Other: "full"}],
-        True: [{First: PAIRS, Other: PAIRS}, {Pair: PAIRS, First: PAIRS}],
+        False: [{First: ALL, Second: "dots"}, {Both: "4 x dots in groups of 2", Second: "full"}],
+        True: [{First: PAIRS, Second: PAIRS}, {Both: PAIRS, First: PAIRS}],
     }
     for scanned, of_blocks in policies.items():
-        loss, params, x = make_loss(Pair, layers=4, scanned=scanned)
+        loss, params, x = make_loss(Both, layers=4, scanned=scanned)
         expected = jax.jit(jax.grad(loss))(params, x)
         for of_block in of_blocks:
             assert_same(jax.jit(jax.grad(rj.checkpoint_blocks(loss, of_block)))(params, x), expected)
@@ -194,13 +179,13 @@ def test_blocks_of_two_classes() -> None:
         # Unrolled, a group of one kind ends inside a group of the other.
         (False, PAIRS, "groups of layers of several blocks overlap: First layers 0–1; "),
         (True, "1 x full | 3 x dots", "block=First: iterations 0 to 1 of a scan are one group"),
-        (True, "4 x full in groups of 3", "block=Other: iterations 0 to 2 of a scan are one group"),
+        (True, "4 x full in groups of 3", "block=Second: iterations 0 to 2 of a scan are one group"),
     ],
 )
 def test_groups_of_two_classes_that_overlap_are_refused(scanned: bool, other: str, says: str) -> None:
-    loss, params, x = make_loss(Pair, layers=4, scanned=scanned)
+    loss, params, x = make_loss(Both, layers=4, scanned=scanned)
     with pytest.raises(UnsupportedError, match=says):
-        rj.checkpoint_blocks(loss, {First: PAIRS, Other: other})(params, x)
+        rj.checkpoint_blocks(loss, {First: PAIRS, Second: other})(params, x)
 
 
 def test_what_has_no_effect_is_an_error() -> None:
@@ -214,14 +199,14 @@ def test_what_has_no_effect_is_an_error() -> None:
 
 def test_no_figure_is_told_that_is_not_known() -> None:
     loss, params, x = make_loss(layers=4)
-    job = rj.Workload(loss, params, (x,), Mlp)
+    job, policy = rj.Workload(loss, params, (x,), Mlp), "4 x full in groups of 2"
     predictor = Predictor(job, "cpu", calibration=["full", "everything"])
     with pytest.raises(UnsupportedError, match="residuals do not show what a group of layers needs during its backward pass"):
-        predictor.predict("4 x full in groups of 2")
-    predictor.learn("4 x full in groups of 2", 12345)
-    assert predictor.predict("4 x full in groups of 2").temp_bytes == 12345
+        predictor.predict(policy)
+    predictor.learn(policy, 12345)
+    assert predictor.predict(policy).temp_bytes == 12345
     with pytest.raises(PlanningError, match="groups of layers are not priced"):
-        extra_seconds(describe(job, "h200"), "4 x full in groups of 2")
+        extra_seconds(describe(job, "h200"), policy)
 
 
 @pytest.mark.parametrize(

@@ -151,18 +151,11 @@ def test_two_gradients_of_one_function_each_decide_for_themselves() -> None:
 
 
 def test_where_all_that_a_policy_offloads_is_shared_the_receipt_says_so() -> None:
-    class Experts(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            mask = jnp.zeros((BATCH, TOKENS, TOKENS)) + x[:, :, :1]
-            return sum(Layer(name=f"layers_{index}")(x * 1, mask) for index in range(LAYERS))
-
-    job = workload(Experts())
-    receipt = rj.measure(job, "offload: *:input#1").receipt
+    receipt = rj.measure(workload(Encoder()), "offload: *:input#1").receipt
     assert receipt is not None and receipt.offered_bytes == 0
     assert receipt.warnings[0].startswith("the policy offloads nothing that the backward pass reads; inputs that several")
     assert [(array.bytes, array.blocks) for array in receipt.shared] == [(MASK, LAYERS)]
-    printed = str(rj.measure(job, "offload_inputs"))
+    printed = str(rj.measure(workload(Encoder()), "offload_inputs"))
     assert "stays on the device" in printed and "200 B read by 3 blocks" in printed
 
 
@@ -189,22 +182,27 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 
+WAYS: tuple[Callable[..., Any], ...] = (
+    lambda gradient, params, x: gradient(params, x),
+    lambda gradient, params, x: jax.vmap(gradient, (None, 0))(params, jnp.stack([x, 2 * x])),
+    lambda gradient, params, x: jax.jvp(gradient, (params, x), (params, x)),
+)
+
+
 def test_gradients_are_those_under_full_in_every_way_of_taking_them(x64: None) -> None:
     model, x = Translator(), values(BATCH, TOKENS, WIDTH)
     params = jax.jit(model.init)(jax.random.key(0), x)
 
-    def loss(params: Any, x: Any) -> Any:
-        return jnp.sum(jnp.sin(model.apply(params, x)))
+    def gradient(policy: str) -> Callable[..., Any]:
+        loss = rj.checkpoint_blocks(lambda params, x: jnp.sum(jnp.sin(model.apply(params, x))), {Layer: policy})
+        return jax.grad(jax.jit(loss), argnums=(0, 1))
 
-    def gradients(policy: str) -> Any:
-        fn = rj.checkpoint_blocks(loss, {Layer: policy})
-        return jax.jit(lambda params, x: [way(fn)(params, x) for way in WAYS.values()])(params, x)
-
-    assert_same(gradients("offload_inputs"), gradients("full"))
+    offloaded, full = gradient("offload_inputs"), gradient("full")
+    for way in WAYS:
+        assert_same(*(jax.jit(way, static_argnums=0)(fn, params, x) for fn in (offloaded, full)))
     # Compiled, XLA fuses the two programs differently; run one by one, their operations have the same bits.
     with jax.disable_jit():
-        one_by_one = [jax.grad(rj.checkpoint_blocks(loss, {Layer: policy}))(params, x) for policy in ("offload_inputs", "full")]
-    assert_bit_equal(*one_by_one)
+        assert_bit_equal(offloaded(params, x), full(params, x))
 
 
 def test_a_jit_inside_decides_before_it_is_differentiated() -> None:
