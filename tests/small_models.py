@@ -147,6 +147,12 @@ def to_host(fn: Callable[..., Any], *args: Any) -> list[tuple[int, ...]]:
     return sorted(var.aval.shape for var in moved if is_on_host(var))
 
 
+def from_host(fn: Callable[..., Any], *args: Any) -> list[tuple[int, ...]]:
+    """The shapes of the arrays that the traced `fn` fetches from host memory."""
+    moved = [eqn.outvars[0] for eqn, _ in equations(fn, *args) if eqn.primitive.name == "device_put"]
+    return sorted(var.aval.shape for var in moved if not is_on_host(var))
+
+
 def offloading(*names: str) -> Any:
     """A policy of JAX that offloads the arrays with these names."""
     return jax.checkpoint_policies.save_and_offload_only_these_names(

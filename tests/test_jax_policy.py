@@ -156,7 +156,7 @@ def made(policy: Any = None) -> tuple[Any, Any, jax.Array]:
 )
 def test_names_that_the_model_does_not_give_are_an_error(policy: Any, model_policy: Any) -> None:
     loss, params, x = made(model_policy)
-    with pytest.raises(NoEffectError, match=r"blocks.*Did you mean '[^']*hidden'"):
+    with pytest.raises(NoEffectError, match=r"Block.*Did you mean '[^']*hidden'"):
         rj.residuals(rj.Workload(loss, params, (x,), Block), policy)
     changed = [rj.checkpoint_blocks(loss, {Block: policy})] + [rj.replan(loss, policy)] * (model_policy is not None)
     for fn in changed:
