@@ -291,7 +291,7 @@ def _stacks(draw: st.DrawFn) -> tuple[Layers, str]:
 
 
 @pytest.mark.usefixtures("x64")
-@settings(max_examples=4, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example((Layers(2, 4, False, 1), "6 x full in groups of 6"))
 @example((Layers(0, 5, True, 1), "2 x full | 3 x everything"))
 @example((Layers(0, 7, True, 1), "5 x full in groups of 2 | 2 x offload_inputs"))

@@ -308,9 +308,9 @@ def test_what_is_no_target_or_no_policy_is_refused_at_once(target: Any, policy: 
     ],
 )
 def test_a_policy_without_effect_is_an_error_when_it_runs(target: Any, policy: str, message: str) -> None:
-    under = rj.remat(target, policy)
+    under, x = rj.remat(target, policy), jnp.ones((2, 4))
     with pytest.raises(NoEffectError, match=message):
-        under().init(jax.random.key(0), jnp.ones((2, 4))) if target is Mlp else under(1.0)
+        under().apply(Mlp().init(jax.random.key(0), x), x) if target is Mlp else under(1.0)
 
 
 def test_arrays_that_only_a_derivative_rule_computes_can_be_selected() -> None:
