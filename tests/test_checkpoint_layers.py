@@ -24,6 +24,7 @@ from tests.small_models import (
     Linear,
     Mlp,
     Second,
+    Stack,
     assert_bit_equal,
     assert_same,
     block_by_hand,
@@ -97,6 +98,12 @@ def test_one_run_is_the_same_program_as_one_policy(scanned: bool, policy: str) -
     loss, params, x = make_loss(layers=3, scanned=scanned)
     by_block, by_layer = (rj.checkpoint_blocks(loss, {Mlp: text}) for text in (policy, f"3 x {policy}"))
     assert str(jax.make_jaxpr(jax.grad(by_block))(params, x)) == str(jax.make_jaxpr(jax.grad(by_layer))(params, x))
+
+
+def test_parameters_are_made_as_without_policies() -> None:
+    model, x = Stack(Mlp, 3, scanned=True), values(2, 4)
+    init = rj.checkpoint_blocks(model.init, {Mlp: "1 x full | 2 x dots"})
+    assert_bit_equal(*(jax.jit(function)(jax.random.key(0), x) for function in (init, model.init)))
 
 
 def test_a_scan_is_cut_between_layers_under_one_policy() -> None:

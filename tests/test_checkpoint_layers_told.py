@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -17,7 +18,7 @@ from remat_jax.cost.count import matmuls
 from remat_jax.errors import BlockError, NoEffectError, UnsupportedError
 from remat_jax.memory.hlo.live import module_path
 from remat_jax.memory.measure import measure_many
-from tests.gpu_text import Compiled, compile_for_h200
+from tests.gpu_text import compile_for_h200
 from tests.small_models import Linear, Mlp, Stack, assert_same, block_by_hand, equations, make_loss, to_host, values
 
 
@@ -144,8 +145,6 @@ def test_the_layers_of_an_equation_are_no_part_of_its_path() -> None:
     assert module_path(name) == ("Model/layers/up", "dot_general", "backward")
 
 
-needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
-
 SINGLE_ROUNDS = """
 import remat_jax as rj
 from tests.small_models import Mlp, make_loss
@@ -168,21 +167,13 @@ def stack(kernels: Any, x: Any, **options: Any) -> Any:
     return jax.lax.scan(lambda x, kernel: (block_by_hand(kernel, x), None), x, kernels, **options)[0]
 
 
-@pytest.fixture(scope="module")
-def of_h200(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
-    return compile_for_h200(tmp_path_factory.mktemp("alone"), SINGLE_ROUNDS)
-
-
-@needs_gpu_compiler
-def test_a_layer_that_is_a_scan_by_itself_computes_again(of_h200: dict[str, Compiled]) -> None:
-    """Each of three layers computes its tanh twice; merged with the forward pass there would be three."""
-    assert len(re.findall(r"(?<![\w-])tanh\(", of_h200["full"].text)) == 6
-
-
-@needs_gpu_compiler
-def test_a_layer_that_is_a_scan_by_itself_offloads(of_h200: dict[str, Compiled]) -> None:
-    """Only its input, which stayed on the device when no barrier separated the passes."""
-    assert (of_h200["away"].host_temp, of_h200["full"].host_temp) == (INPUT_BYTES, 0)
+@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+def test_a_layer_that_is_a_scan_by_itself_computes_again_and_offloads(tmp_path: Path) -> None:
+    compiled = compile_for_h200(tmp_path, SINGLE_ROUNDS)
+    # Each of three layers computes its tanh twice; merged with the forward pass there would be three.
+    assert len(re.findall(r"(?<![\w-])tanh\(", compiled["full"].text)) == 6
+    # Only its input, which stayed on the device when no barrier separated the passes.
+    assert (compiled["away"].host_temp, compiled["full"].host_temp) == (INPUT_BYTES, 0)
 
 
 @pytest.mark.parametrize(

@@ -313,6 +313,16 @@ def test_a_method_is_a_block(cls: Any) -> None:
     assert counted(loss, {cls.encode: "full", cls.decode: "full"}, arguments) == 14
 
 
+def test_remat_decorates_a_linen_method() -> None:
+    class Decorated(LinenCoder):
+        encode = rj.remat(LinenCoder.encode, "full")
+
+    (loss, arguments), (plain, _) = coder_case(Decorated), coder_case(LinenCoder)
+    gradients = [jax.value_and_grad(fn, has_aux=True) for fn in (loss, plain)]
+    assert [matmuls(gradient, *arguments) for gradient in gradients] == [13, 11]
+    assert_same(*(jax.jit(gradient)(*arguments) for gradient in gradients), 1e-6)
+
+
 def test_a_method_in_a_workload() -> None:
     loss, (params, x) = coder_case(LinenCoder)
     job = rj.Workload(loss, params, (x,), (LinenCoder.encode, LinenCoder.decode), has_aux=True)
