@@ -33,6 +33,22 @@ class Mlp(nn.Module):
         return x + Linear(x.shape[-1])(jnp.tanh(Linear(3)(x)))
 
 
+class First(Mlp):
+    """A class of its own."""
+
+
+class Second(Mlp):
+    """Another one."""
+
+
+class Both(nn.Module):
+    """A block with a block of each of two classes."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return Second(name="second")(First(name="first")(x))
+
+
 class Attention(nn.Module):
     """Six matmuls, two of them with batch dimensions."""
 
@@ -129,3 +145,16 @@ def to_host(fn: Callable[..., Any], *args: Any) -> list[tuple[int, ...]]:
     """The shapes of the arrays that the traced `fn` sends to host memory."""
     moved = [eqn.outvars[0] for eqn, _ in equations(fn, *args) if eqn.primitive.name == "device_put"]
     return sorted(var.aval.shape for var in moved if is_on_host(var))
+
+
+def from_host(fn: Callable[..., Any], *args: Any) -> list[tuple[int, ...]]:
+    """The shapes of the arrays that the traced `fn` fetches from host memory."""
+    moved = [eqn.outvars[0] for eqn, _ in equations(fn, *args) if eqn.primitive.name == "device_put"]
+    return sorted(var.aval.shape for var in moved if not is_on_host(var))
+
+
+def offloading(*names: str) -> Any:
+    """A policy of JAX that offloads the arrays with these names."""
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=names, offload_src="device", offload_dst="pinned_host"
+    )

@@ -7,18 +7,32 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import remat_jax as rj
 from remat_jax.cost.count import matmuls
-from remat_jax.errors import BlockError, NoEffectError
-from tests.small_models import Attention, Linear, Mlp, assert_bit_equal, assert_same, make_loss, times, to_host
+from remat_jax.errors import ArgumentError, BlockError, NoEffectError, PolicyError
+from tests.small_models import (
+    Attention,
+    First,
+    Linear,
+    Mlp,
+    Second,
+    Stack,
+    assert_bit_equal,
+    assert_same,
+    block_by_hand,
+    make_loss,
+    times,
+    to_host,
+    values,
+)
 
 # Matmuls of value and gradient of two `Mlp`s: 4 forward, 8 backward minus 1 for the input, and 2 recomputed under `full`.
 PLAIN, FULL = 11, 13
@@ -32,44 +46,43 @@ def full(loss: Callable[..., Any], **more: Any) -> Callable[..., Any]:
     return rj.checkpoint_blocks(loss, {Mlp: "full", **more})
 
 
-# --- traces that JAX keeps --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("order", [("plain", "full"), ("full", "plain"), ("full", "off", "plain", "dots", "full", "plain")])
-def test_each_call_does_what_it_says_whatever_was_traced_before(order: tuple[str, ...]) -> None:
+def test_each_call_does_what_it_says_whatever_was_traced_before() -> None:
     loss, params, x = make_loss()
-    jitted = jax.jit(loss)
+    jitted, step = jax.jit(loss), jax.jit(jax.value_and_grad(loss))
     of = {"plain": jitted} | {policy: rj.checkpoint_blocks(jitted, {Mlp: policy}) for policy in ("full", "off", "dots")}
     expected = {"plain": PLAIN, "full": FULL, "off": PLAIN, "dots": PLAIN}
-    for name in order:
-        assert counted(of[name], params, x) == expected[name], name
-        assert counted(jax.jit(of[name]), params, x) == expected[name], name
+    for name in ("full", "off", "plain", "dots", "full", "plain"):
+        assert counted(of[name], params, x) == counted(jax.jit(of[name]), params, x) == expected[name], name
         jax.grad(of[name])(params, x)
+    # A step that takes the gradient itself.
+    assert [matmuls(fn, params, x) for fn in (step, full(step), jax.jit(full(step)), step)] == [PLAIN, FULL, FULL, PLAIN]
+    assert_same(full(step)(params, x), step(params, x), 1e-6)
 
 
-def test_a_jit_outside_and_a_step_that_takes_the_gradient_itself() -> None:
-    loss, params, x = make_loss()
-    step = jax.jit(jax.value_and_grad(loss))
-    assert matmuls(step, params, x) == PLAIN
-    assert matmuls(rj.checkpoint_blocks(step, {Mlp: "full"}), params, x) == FULL
-    assert matmuls(jax.jit(rj.checkpoint_blocks(step, {Mlp: "full"})), params, x) == FULL
-    assert matmuls(step, params, x) == PLAIN
-    assert_same(rj.checkpoint_blocks(step, {Mlp: "full"})(params, x), step(params, x), 1e-6)
-
-
-def test_a_cached_trace_of_one_function_is_no_evidence_for_another() -> None:
+def test_an_error_comes_again_with_every_call() -> None:
     loss, params, x = make_loss()
     full(loss)(params, x)
+
+    @functools.partial(jax.jit, static_argnames="use")
+    def choose(params: Any, x: Any, use: bool) -> Any:
+        return loss(params, x) if use else jnp.sum(x)
+
     # The same policies, but this block is never called, directly or in a cached trace.
     without = jax.jit(lambda params, x: jnp.sum(Linear(4).apply(params, x)))
     linear_params = {"params": {"kernel": jnp.ones((4, 4))}}
+    sometimes, wrapped = full(choose), full(without)
+    misspelt = rj.checkpoint_blocks(jax.jit(loss), {Mlp: "save: *tanhh*"})
     for _ in range(2):
-        with pytest.raises(BlockError, match="block=Mlp: this class was never called"):
-            full(without)(linear_params, x)
-    wrapped = full(without)
-    for _ in range(2):
-        with pytest.raises(BlockError, match="block=Mlp: this class was never called"):
-            wrapped(linear_params, x)
+        sometimes(params, x, use=True)
+        for call in (
+            lambda: full(without)(linear_params, x),
+            lambda: wrapped(linear_params, x),
+            lambda: sometimes(params, x, use=False),
+        ):
+            with pytest.raises(BlockError, match="block=Mlp: this class was never called"):
+                call()
+        with pytest.raises(NoEffectError, match=r"'\*tanhh\*' matches no residual of layer_\d, layer_\d"):
+            misspelt(params, x)
 
 
 def test_a_trace_that_another_wrapper_cached_is_accepted_without_running_the_model_each_time() -> None:
@@ -88,28 +101,6 @@ def test_a_trace_that_another_wrapper_cached_is_accepted_without_running_the_mod
     assert len(traced) == 2
 
 
-def test_every_call_of_one_function_is_looked_at() -> None:
-    loss, params, x = make_loss()
-
-    @functools.partial(jax.jit, static_argnames="use")
-    def choose(params: Any, x: Any, use: bool) -> Any:
-        return loss(params, x) if use else jnp.sum(x)
-
-    wrapped = full(choose)
-    for _ in range(2):
-        wrapped(params, x, use=True)
-        with pytest.raises(BlockError, match="never called"):
-            wrapped(params, x, use=False)
-
-
-def test_a_policy_that_failed_does_not_pass_the_second_time() -> None:
-    loss, params, x = make_loss()
-    wrapped = rj.checkpoint_blocks(jax.jit(loss), {Mlp: "save: *tanhh*"})
-    for _ in range(3):
-        with pytest.raises(NoEffectError, match=r"'\*tanhh\*' matches no residual of layer_\d, layer_\d"):
-            wrapped(params, x)
-
-
 def test_a_function_that_looks_at_values_works_and_is_still_checked() -> None:
     loss, params, x = make_loss()
     step = jax.jit(jax.value_and_grad(loss))
@@ -121,68 +112,40 @@ def test_a_function_that_looks_at_values_works_and_is_still_checked() -> None:
         # The second wrapper meets a cached step and cannot trace `epoch` to see its contents.
         assert rj.checkpoint_blocks(epoch, {Mlp: "full"})(params, x) == pytest.approx(epoch(params, x), rel=1e-6)
 
-    class Elsewhere(Mlp):
-        """A class of this test alone, so that no other function reaches a block under these policies."""
-
-    with pytest.raises(BlockError, match="block=Elsewhere: this class was never called"):
-        rj.checkpoint_blocks(epoch, {Elsewhere: "full"})(params, x)
+    # No other function of this file reaches a block under these policies.
+    with pytest.raises(BlockError, match="block=Second: this class was never called"):
+        rj.checkpoint_blocks(epoch, {Second: "full"})(params, x)
 
 
 def test_nothing_is_kept_of_calls_and_arrays() -> None:
-    loss, params, x = make_loss()
-    wrapped = full(loss)
-    wrapped(params, x)
-
     class Marker:
-        pass
+        """An object with weak references."""
 
-    arrays = jax.tree.map(lambda leaf: leaf + 1, params)
-    leaf = weakref.ref(jax.tree.leaves(arrays)[0])
-    jax.grad(wrapped)(arrays, x)
-    del arrays
-    gc.collect()
-    assert leaf() is None
-    model = weakref.ref(marker := Marker())
+    loss, params, x = make_loss()
+    marker, arrays = Marker(), jax.tree.map(lambda leaf: leaf + 1, params)
+    gone = [weakref.ref(marker), weakref.ref(jax.tree.leaves(arrays)[0])]
     fn = full(lambda params, x, keep=marker: loss(params, x))
     fn(params, x)
-    del fn, marker
+    jax.grad(fn)(arrays, x)
+    del arrays, fn, marker
     gc.collect()
-    assert model() is None
+    assert [reference() for reference in gone] == [None, None]
 
 
 def test_threads_with_different_policies_do_not_meet() -> None:
     loss, params, x = make_loss()
-    jitted, counts, errors = jax.jit(loss), {}, []
-    start = threading.Barrier(4)
+    jitted, start = jax.jit(loss), threading.Barrier(4)
+    expected = {"off": PLAIN, "full": FULL, "dots": PLAIN, "offload_inputs": FULL}
 
-    def work(name: str, fn: Callable[..., Any]) -> None:
-        try:
-            start.wait()
-            counts[name] = [counted(fn, params, x) for _ in range(3)]
-        except BaseException as error:
-            errors.append(error)
+    def work(policy: str) -> list[int]:
+        start.wait()
+        return [counted(rj.checkpoint_blocks(jitted, {Mlp: policy}), params, x) for _ in range(3)]
 
-    jobs = {
-        "plain": jitted,
-        "full": full(jitted),
-        "dots": rj.checkpoint_blocks(jitted, {Mlp: "dots"}),
-        "offload": rj.checkpoint_blocks(jitted, {Mlp: "offload_inputs"}),
-    }
-    threads = [threading.Thread(target=work, args=job) for job in jobs.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert counts == {"plain": [PLAIN] * 3, "full": [FULL] * 3, "dots": [PLAIN] * 3, "offload": [FULL] * 3}
-
-
-# --- which block ------------------------------------------------------------------------------------------------------
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, expected)) == [[count] * 3 for count in expected.values()]
 
 
 class Pair(nn.Module):
-    """An attention and a feed-forward block, named by Flax."""
-
     @nn.compact
     def __call__(self, x: Any) -> Any:
         return Mlp()(Attention()(x))
@@ -205,10 +168,7 @@ def test_each_block_has_its_own_policy_by_class_glob_or_base_class() -> None:
     assert more({Pair: "full"}) == 14
     assert more({Pair: "save: *Attention_0*, *Mlp_0*"}) == 0
 
-    class Wider(Mlp):
-        pass
-
-    loss, params, x = make_loss(Wider)
+    loss, params, x = make_loss(First)
     assert counted(full(loss), params, x) == FULL
 
 
@@ -225,32 +185,18 @@ def test_nested_calls_add_up_and_the_inner_one_wins() -> None:
 
 
 def test_a_block_called_in_a_loop_and_outside_one() -> None:
-    class Both(nn.Module):
-        def setup(self) -> None:
-            self.block = Mlp()
+    def loss(kernel: Any, x: Any) -> Any:
+        x = block_by_hand(kernel, x)
+        return jnp.sum(jax.lax.scan(lambda x, _: (block_by_hand(kernel, x), None), x, length=3)[0] ** 2)
 
-        def __call__(self, x: Any) -> Any:
-            x = self.block(x)
-            looped = nn.scan(
-                lambda self, x, _: (self.block(x), None), variable_broadcast="params", split_rngs={"params": False}, length=3
-            )
-            return looped(self, x, None)[0]
-
-    x = jnp.ones((2, 4)) / 3
-    params = Both().init(jax.random.key(0), x)
-    loss = lambda params, x: jnp.sum(Both().apply(params, x) ** 2)  # noqa: E731
-    offloaded = rj.checkpoint_blocks(loss, {Mlp: "offload_inputs"})
-    assert_same(jax.grad(offloaded)(params, x), jax.grad(loss)(params, x), 1e-6)
-    assert to_host(jax.grad(offloaded), params, x) == [(2, 4), (2, 4)]
-
-
-# --- what models do ---------------------------------------------------------------------------------------------------
+    args = values(4, 3), values(2, 4, seed=1)
+    offloaded = jax.grad(rj.checkpoint_blocks(loss, {Mlp: "offload_inputs"}))
+    assert_same(offloaded(*args), jax.grad(loss)(*args), 1e-6)
+    assert to_host(offloaded, *args) == [(2, 4), (2, 4)]
 
 
 class Everything(nn.Module):
-    """A block with everything a Linen module can use: dropout, its own stream, statistics, sown values, arguments of all
-    kinds.
-    """
+    """Dropout, a stream of its own, statistics, sown values, and arguments of all kinds."""
 
     @nn.compact
     def __call__(self, x: Any, *, train: bool, mode: str = "tanh", mask: Any = None, ids: Any = None) -> Any:
@@ -259,9 +205,7 @@ class Everything(nn.Module):
         if train:
             h = h + jax.random.normal(self.make_rng("noise"), h.shape, h.dtype)
         self.sow("intermediates", "h", h)
-        if mask is not None:
-            h = jnp.where(mask, h, 0)
-        return {"x": x + h, "ids": ids + 1, "names": (mode, None)}
+        return {"x": x + jnp.where(mask, h, 0), "ids": ids + 1, "names": (mode, None)}
 
 
 class Model(nn.Module):
@@ -276,89 +220,63 @@ class Model(nn.Module):
         return x, ids
 
 
-@pytest.mark.parametrize(("policy", "train"), [("full", True), ("offload: @inputs; save: @dots", True), ("full", False)])
+@pytest.mark.parametrize(("policy", "train"), [("full", False), ("offload: @inputs; save: @dots", True)])
 def test_linen_models_compute_what_they_compute_without(x64: None, policy: str, train: bool) -> None:
-    x, ids = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4))), jnp.arange(4)
+    x, ids = values(4, 4), jnp.arange(4)
     rngs = {"dropout": jax.random.key(1), "noise": jax.random.key(2)}
+    variables = jax.jit(lambda x: Model().init({"params": jax.random.key(0), **rngs}, x, ids, train=train))(x)
 
     def run(model: Any, variables: Any, x: Any) -> Any:
-        (y, ids_out), updates = model.apply(
-            variables, x, ids, train=train, rngs=rngs, mutable=["batch_stats", "intermediates"], capture_intermediates=True
-        )
+        collections = ["batch_stats", "intermediates"]
+        kwargs = {"train": train, "rngs": rngs, "mutable": collections, "capture_intermediates": True}
+        (y, ids_out), updates = model.apply(variables, x, ids, **kwargs)
+        assert sorted(updates) == collections
         arrays = jax.tree.map(lambda leaf: None if isinstance(leaf, str) else leaf, updates)
         return jnp.sum(y**2), (y, ids_out, arrays)
 
-    def init(model: Any) -> Any:
-        return model.init({"params": jax.random.key(0), **rngs}, x, ids, train=train)
-
-    variables = init(Model())
     plain = functools.partial(run, Model())
     blocks = rj.checkpoint_blocks(plain, {Everything: policy})
     classes = functools.partial(run, Model(rj.remat(Everything, policy, static_argnames=("train", "mode"))))
     expected = jax.jit(jax.value_and_grad(plain, has_aux=True))(variables, x)
-    assert expected[0][1][1].dtype == jnp.int64 and sorted(expected[0][1][2]) == ["batch_stats", "intermediates"]
     for ours in (blocks, classes):
         # Another mask or another draw of the noise would differ greatly; the aux has statistics, sown and captured values.
         assert_same(jax.jit(jax.value_and_grad(ours, has_aux=True))(variables, x), expected)
-    made = rj.checkpoint_blocks(functools.partial(init, Model()), {Everything: policy})()
-    assert_bit_equal(made, variables)
 
 
-def test_shared_and_setup_modules_and_other_methods() -> None:
-    class Shared(nn.Module):
-        def setup(self) -> None:
-            self.block, self.blocks = Mlp(), [Mlp(), Mlp()]
+class Shared(nn.Module):
+    def setup(self) -> None:
+        self.block, self.blocks = Mlp(), [Mlp(), Mlp()]
 
-        def encode(self, x: Any) -> Any:
-            return self.block(self.block(x))
+    def encode(self, x: Any) -> Any:
+        return self.block(self.block(x))
 
-        def __call__(self, x: Any) -> Any:
-            for block in self.blocks:
-                x = block(x)
-            return self.encode(x)
-
-    x = jnp.ones((2, 4)) / 3
-    variables = Shared().init(jax.random.key(0), x)
-    for method, again in (("__call__", 4), ("encode", 2)):
-        loss = lambda variables, x, method=method: jnp.sum(Shared().apply(variables, x, method=method) ** 2)  # noqa: E731
-        assert counted(full(loss), variables, x) == counted(loss, variables, x) + again
-        assert_same(jax.grad(full(loss))(variables, x), jax.grad(loss)(variables, x), 1e-6)
+    def __call__(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.encode(x)
 
 
-def test_only_the_call_of_a_block_is_checkpointed_and_that_is_said() -> None:
-    class Decoder(nn.Module):
-        @nn.compact
-        def decode(self, x: Any) -> Any:
-            return Linear(4)(x)
-
-        def __call__(self, x: Any) -> Any:
-            return self.decode(x)
-
-    x = jnp.ones((2, 4))
-    variables = Decoder().init(jax.random.key(0), x)
-    with pytest.raises(BlockError, match="Name the class whose __call__ runs once per layer"):
-        rj.checkpoint_blocks(lambda v: Decoder().apply(v, x, method="decode"), {Decoder: "full"})(variables)
-
-
-def test_lifted_blocks() -> None:
-    x = jnp.ones((3, 2, 4)) / 3
+def test_shared_setup_and_lifted_modules_and_other_methods() -> None:
     lifted = nn.vmap(Mlp, variable_axes={"params": 0}, split_rngs={"params": True})
-    variables = lifted().init(jax.random.key(0), x)
-    loss = lambda variables, x: jnp.sum(lifted().apply(variables, x) ** 2)  # noqa: E731
-    assert counted(full(loss), variables, x) == counted(loss, variables, x) + 1
-    assert_same(jax.grad(full(loss))(variables, x), jax.grad(loss)(variables, x), 1e-6)
-    scanned, params, x = make_loss(scanned=True)
-    assert counted(full(scanned), params, x) == counted(scanned, params, x) + 2
-    assert to_host(jax.grad(rj.checkpoint_blocks(scanned, {Mlp: "offload: *tanh*"})), params, x) == [(2, 3, 3)]
+    for model, method, again in ((Shared(), "__call__", 4), (Shared(), "encode", 2), (lifted(), "__call__", 1)):
+        x = values(3, 2, 4)
+        variables = jax.jit(model.init)(jax.random.key(0), x)
+        loss = lambda v, x, model=model, method=method: jnp.sum(model.apply(v, x, method=method) ** 2)  # noqa: E731
+        assert counted(full(loss), variables, x) == counted(loss, variables, x) + again
+        assert_same(*(jax.jit(jax.grad(fn))(variables, x) for fn in (full(loss), loss)), 1e-6)
+    encoding = lambda variables: jnp.sum(Shared().apply(variables, x, method="encode"))  # noqa: E731
+    with pytest.raises(BlockError, match="Name the class whose __call__ runs once per layer"):
+        jax.eval_shape(rj.checkpoint_blocks(encoding, {Shared: "full"}), jax.eval_shape(Shared().init, jax.random.key(0), x))
 
 
 def test_in_evaluation_nothing_is_computed_again_or_moved() -> None:
     loss, params, x = make_loss()
-    for policy in ("full", "offload: *"):
-        ours = rj.checkpoint_blocks(loss, {Mlp: policy})
+    for ours in (full(loss), make_loss(rj.remat(Mlp, "offload: *"))[0]):
         assert matmuls(ours, params, x) == matmuls(loss, params, x) == 4
         assert times("device_put", ours, params, x) == times("optimization_barrier", ours, params, x) == 0
         assert_bit_equal(ours(params, x), loss(params, x))
+        lowered = jax.jit(ours).lower(params, x).as_text()
+        assert "optimization_barrier" not in lowered and "pinned_host" not in lowered
 
 
 def test_many_layers_are_traced_once_each() -> None:
@@ -374,3 +292,55 @@ def test_many_layers_are_traced_once_each() -> None:
     calls.clear()
     jax.make_jaxpr(jax.grad(full(loss)))(params, x)
     assert len(calls) == 12
+
+
+def test_wrong_keys_and_values_are_refused_at_once() -> None:
+    loss, _, _ = make_loss()
+    with pytest.raises(PolicyError, match="policy='fulll'.*Did you mean 'full'"):
+        rj.checkpoint_blocks(loss, "fulll")
+    for wrong in ({}, Mlp, (Mlp, "full"), Mlp.__call__, rj.block(lambda x: x)):
+        with pytest.raises(ArgumentError, match="policies=.*: expected a mapping.*at least one entry"):
+            rj.checkpoint_blocks(loss, wrong)
+    with pytest.raises(ArgumentError, match="block=3: expected a class whose instances are called"):
+        rj.checkpoint_blocks(loss, {3: "full"})
+    with pytest.raises(ArgumentError, match=r"make a plain function a block, mark it, layer = remat_jax.block\(layer\)"):
+        rj.checkpoint_blocks(loss, {loss: "full"})
+    with pytest.raises(ArgumentError, match=r"put a functools.partial into a lambda"):
+        rj.block(functools.partial(loss))
+    with pytest.raises(PolicyError, match="policy=None is read differently"):
+        rj.checkpoint_blocks(loss, {Mlp: None})
+    with pytest.raises(ArgumentError, match="fn=3: expected a function"):
+        rj.checkpoint_blocks(3, {Mlp: "full"})
+
+
+def test_a_block_that_is_not_there_names_those_that_are() -> None:
+    loss, params, x = make_loss()
+
+    class Mlpp(nn.Module):
+        pass
+
+    with pytest.raises(BlockError, match=r"block=Mlpp: this class was never called.* Did you mean 'Mlp'\?.*layer_0: Mlp"):
+        rj.checkpoint_blocks(loss, {Mlpp: "full"})(params, x)
+    with pytest.raises(
+        BlockError, match=r"block='layers_\*': the glob matches no path of a called module.*Did you mean 'layer_\d'"
+    ):
+        rj.checkpoint_blocks(loss, {"layers_*": "full"})(params, x)
+    with pytest.raises(BlockError, match="To select a function, mark it with .* and pass the function, not its name"):
+        rj.checkpoint_blocks(lambda x: rj.block(jnp.sin)(x), {"sin": "full"})(x)
+    with pytest.raises(BlockError, match="No module of this kind was called at all"):
+        rj.checkpoint_blocks(lambda x: x, {Mlp: "full"})(x)
+    layer = rj.block(lambda w, x: x * w)
+    with pytest.raises(BlockError, match="A glob selects modules. To select a function, mark it with @remat_jax.block"):
+        rj.checkpoint_blocks(lambda x: layer(x, x).sum(), {"layer": "full"})(x)
+
+
+def test_an_error_of_the_model_leaves_nothing_behind() -> None:
+    class Failing(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            raise ValueError("the model's own")
+
+    loss, params, x = make_loss()
+    with pytest.raises(ValueError, match="the model's own"):
+        rj.checkpoint_blocks(lambda x: Failing().apply({}, x), {Failing: "full", Stack: "full"})(x)
+    assert (counted(loss, params, x), counted(full(loss), params, x)) == (PLAIN, FULL)

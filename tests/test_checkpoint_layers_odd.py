@@ -16,14 +16,7 @@ import remat_jax as rj
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import BlockError, UnsupportedError
 from tests.small_models import Attention, Linear, Mlp, Stack, assert_same, block_by_hand, equations, make_loss, values
-
-
-def lengths(fn: Any, *args: Any) -> list[int]:
-    """The rounds of every scan of `fn`, in the order of the program."""
-    return [eqn.params["length"] for eqn, _ in equations(fn, *args) if eqn.primitive.name == "scan"]
-
-
-# --- calls in calls -----------------------------------------------------------------------------------------------------
+from tests.test_checkpoint_layers import lengths
 
 
 class Outer(nn.Module):
@@ -38,39 +31,12 @@ class Outer(nn.Module):
 @pytest.mark.parametrize("scanned", [False, True])
 def test_a_call_inside_sets_blocks_that_stand_in_the_blocks_of_the_call_around(scanned: bool) -> None:
     loss, params, x = make_loss(Outer, layers=3, scanned=scanned)
-    expected = jax.jit(jax.grad(loss))(params, x)
-
-    def products(inner: str, outer: str) -> int:
-        fn = rj.checkpoint_blocks(rj.checkpoint_blocks(loss, {Mlp: inner}), {Outer: outer})
-        assert_same(jax.jit(jax.grad(fn))(params, x), expected)
-        return matmuls(jax.grad(fn), params, x)
-
-    def together(inner: str, outer: str) -> int:
-        return matmuls(jax.grad(rj.checkpoint_blocks(loss, {Mlp: inner, Outer: outer})), params, x)
-
     for inner, outer in (("2 x full | 1 x dots", "1 x full | 2 x dots"), ("full", "2 x full | 1 x dots"), ("3 x dots", "full")):
-        assert products(inner, outer) == together(inner, outer)
-
-
-@pytest.mark.usefixtures("x64")
-def test_a_call_inside_a_block_under_vmap() -> None:
-    class Rows(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            return x - jax.lax.pmean(Mlp()(x), "rows")
-
-    model, x = Stack(Rows, 2), values(3, 2, 4)
-    params = jax.vmap(model.init, (None, 0), None, axis_name="rows")(jax.random.key(0), x)
-
-    def loss(params: Any, x: Any) -> Any:
-        return jnp.sum(jnp.sin(jax.vmap(model.apply, (None, 0), axis_name="rows")(params, x)))
-
-    inner = rj.checkpoint_blocks(loss, {Mlp: "1 x full | 1 x dots"})
-    fn = rj.checkpoint_blocks(inner, {Rows: "1 x dots | 1 x full"})
-    assert_same(*(jax.jit(jax.grad(function))(params, x) for function in (fn, loss)))
-
-
-# --- scans in scans -----------------------------------------------------------------------------------------------------
+        nested = rj.checkpoint_blocks(rj.checkpoint_blocks(loss, {Mlp: inner}), {Outer: outer})
+        together = rj.checkpoint_blocks(loss, {Mlp: inner, Outer: outer})
+        assert matmuls(jax.grad(nested), params, x) == matmuls(jax.grad(together), params, x)
+        if "|" in inner:
+            assert_same(jax.jit(jax.grad(nested))(params, x), jax.jit(jax.grad(loss))(params, x))
 
 
 def nested(kernels: Any, x: Any) -> Any:
@@ -99,11 +65,12 @@ def nested(kernels: Any, x: Any) -> Any:
 )
 def test_scans_in_scans_are_cut_where_policies_change(policies: str, rounds: list[int], kept: int) -> None:
     args = values(3, 2, 4, 3), values(2, 4, seed=1)
-    fn = rj.checkpoint_blocks(nested, {Mlp: policies})
-    assert_same(*(jax.jit(jax.grad(function, argnums=(0, 1)))(*args) for function in (fn, nested)))
+    fn, full = (rj.checkpoint_blocks(nested, {Mlp: text}) for text in (policies, "full"))
     assert lengths(fn, *args) == rounds
-    full = rj.checkpoint_blocks(nested, {Mlp: "full"})
     assert matmuls(jax.grad(full), *args) - matmuls(jax.grad(fn), *args) == kept
+    if len(rounds) > 4:
+        # The rounds of the outer scan differ.
+        assert_same(*(jax.jit(jax.grad(function, argnums=(0, 1)))(*args) for function in (fn, nested)))
 
 
 @pytest.mark.usefixtures("x64")
@@ -129,29 +96,21 @@ def test_the_layers_of_a_residual_in_nested_scans_are_those_of_all_rounds() -> N
 
 @pytest.mark.usefixtures("x64")
 def test_a_scan_of_no_rounds_has_no_layers() -> None:
+    def layer(x: Any, kernel: Any) -> Any:
+        return block_by_hand(kernel, x), x
+
     def loss(kernels: Any, empty: Any, x: Any) -> Any:
-        def layer(x: Any, kernel: Any) -> Any:
-            return block_by_hand(kernel, x), x
-
-        def pair(x: Any, kernels: Any) -> Any:
-            return jax.lax.scan(layer, x, kernels)
-
         x, _ = jax.lax.scan(layer, x, empty)
         x, _ = jax.lax.scan(layer, x, kernels)
-        x, none = jax.lax.scan(pair, x, jnp.broadcast_to(kernels, (0, *kernels.shape)))
-        x, nothing = jax.lax.scan(layer, x, empty)
-        return jnp.sum(jnp.sin(x)) + jnp.sum(none) + jnp.sum(nothing)
+        no_rounds = jnp.broadcast_to(kernels, (0, *kernels.shape))
+        x, none = jax.lax.scan(lambda x, kernels: jax.lax.scan(layer, x, kernels), x, no_rounds)
+        return jnp.sum(jnp.sin(x)) + jnp.sum(none)
 
     args = values(3, 4, 3), values(0, 4, 3), values(2, 4, seed=1)
     fn = rj.checkpoint_blocks(loss, {Mlp: "2 x full | 1 x dots"})
     assert_same(*(jax.jit(jax.grad(function, argnums=(0, 1, 2)))(*args) for function in (fn, loss)))
     with pytest.raises(BlockError, match="the block is called 0 times"):
-        rj.checkpoint_blocks(
-            lambda x: jax.lax.scan(lambda x, k: (block_by_hand(k, x), None), x, args[1])[0], {Mlp: "1 x full"}
-        )(args[2])
-
-
-# --- axes ---------------------------------------------------------------------------------------------------------------
+        rj.checkpoint_blocks(lambda x: jax.lax.scan(layer, x, args[1])[0], {Mlp: "1 x full"})(args[2])
 
 
 class Centred(nn.Module):
@@ -164,8 +123,9 @@ class Centred(nn.Module):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("scanned", [False, True])
-@pytest.mark.parametrize("policies", ["full", "3 x full", "1 x full | 2 x dots", "2 x off | 1 x offload_inputs"])
+@pytest.mark.parametrize(
+    ("policies", "scanned"), [("full", True), ("1 x full | 2 x dots", True), ("2 x off | 1 x offload_inputs", False)]
+)
 def test_collectives_over_the_axis_of_a_vmap_around_a_scan(policies: str, scanned: bool) -> None:
     model, x = Stack(Centred, 3, scanned), values(5, 2, 4)
     params = jax.vmap(model.init, (None, 0), None, axis_name="batch")(jax.random.key(0), x)
@@ -178,9 +138,6 @@ def test_collectives_over_the_axis_of_a_vmap_around_a_scan(policies: str, scanne
     assert_same(jax.jit(jax.grad(fn))(params, x), expected)
     # If it is differentiated after tracing, the axis is no longer bound.
     assert_same(jax.grad(jax.jit(fn))(params, x), expected)
-
-
-# --- what stands between --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("x64")
@@ -204,26 +161,20 @@ def test_stacked_parameters_behind_a_jit_are_read_in_place(wrapped: str) -> None
 
 @pytest.mark.usefixtures("x64")
 def test_a_cond_whose_branches_call_different_blocks() -> None:
-    attention = Attention()
-    variables = jax.tree.map(
-        lambda leaf: values(*leaf.shape), jax.eval_shape(attention.init, jax.random.key(0), values(2, 3, 4))
-    )
+    attention, x = Attention(), values(2, 3, 4, seed=1)
+    variables = jax.tree.map(lambda leaf: values(*leaf.shape), jax.eval_shape(attention.init, jax.random.key(0), x))
 
     def loss(kernels: Any, variables: Any, x: Any, turn: Any) -> Any:
         def layer(x: Any, row: Any) -> Any:
-            kernel, index = row
-            by_mlp, by_attention = functools.partial(block_by_hand, kernel), functools.partial(attention.apply, variables)
-            return jax.lax.cond(index % 2 == turn, by_mlp, by_attention, x), None
+            branches = functools.partial(block_by_hand, row[0]), functools.partial(attention.apply, variables)
+            return jax.lax.cond(row[1] % 2 == turn, *branches, x), None
 
         return jnp.sum(jnp.sin(jax.lax.scan(layer, x, (kernels, jnp.arange(4)))[0]))
 
-    args = values(4, 4, 3), variables, values(2, 3, 4, seed=1)
     fn = rj.checkpoint_blocks(loss, {Mlp: "3 x full | 1 x dots", Attention: "1 x dots | 3 x full"})
+    gradients = [jax.jit(jax.grad(function, argnums=(0, 1, 2))) for function in (fn, loss)]
     for turn in (0, 1):
-        assert_same(*(jax.jit(jax.grad(function, argnums=(0, 1, 2)))(*args, turn) for function in (fn, loss)))
-
-
-# --- NNX ------------------------------------------------------------------------------------------------------------------
+        assert_same(*(gradient(values(4, 4, 3), variables, x, turn) for gradient in gradients))
 
 
 class Counted(nnx.Module):

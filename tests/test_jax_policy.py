@@ -1,7 +1,8 @@
-"""`rj.jax_policy`: policies for use by hand, and the policies that it refuses."""
+"""Policies for use by hand (`rj.jax_policy`), and policy objects of JAX, which are errors if they have no effect."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -13,8 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 import remat_jax as rj
 from remat_jax import compat
 from remat_jax.cost.count import matmuls
-from remat_jax.errors import PolicyError, UnknownPolicyError, UnsupportedError
-from tests.small_models import Attention, make_loss, to_host
+from remat_jax.errors import NoEffectError, PolicyError, UnsupportedError
+from tests.small_models import Attention, Linear, make_loss, offloading, to_host
+from tests.test_own_checkpoints import MODELS
 
 NEW_AND_OLD = compat.remat3() and compat.JAX_VERSION < (0, 12, 0)
 served = pytest.mark.skipif(NEW_AND_OLD, reason="refused there, as tested below")
@@ -53,28 +55,28 @@ def test_names_that_the_model_gave() -> None:
     assert to_host(gradient("save: a; offload: b"), w, x) == [(2, 3)]
 
 
+@served
 def test_equal_policies_are_equal_so_that_caches_hit() -> None:
-    if NEW_AND_OLD:
-        return
     assert rj.jax_policy("dots") == rj.jax_policy("save: @dots") != rj.jax_policy("full")
     assert len({rj.jax_policy("dots"), rj.jax_policy("dots_saveable")}) == 1
     assert repr(rj.jax_policy("dots")) == "jax_policy('save: @dots')"
-
-
-def test_what_only_our_own_pass_can_serve_is_refused() -> None:
-    for policy, selector in (("save: *ffn*", r"\*ffn\*"), ("offload_inputs", "@inputs"), ("save: @dots; offload: a/b", "a/b")):
-        with pytest.raises(PolicyError, match=f"'{selector}' selects automatic residual names.*rj|remat_jax.remat"):
-            rj.jax_policy(policy)
-    with pytest.raises(PolicyError, match="policy='off': jax.checkpoint has no policy that turns it off; leave"):
-        rj.jax_policy("off")
-    with pytest.raises(PolicyError, match="policy=None is read differently"):
-        rj.jax_policy(None)
-    with pytest.raises(UnknownPolicyError, match="Did you mean 'everything'"):
-        rj.jax_policy("everythin")
-
-
-def test_a_policy_of_jax_is_given_back() -> None:
     assert rj.jax_policy(jax.checkpoint_policies.dots_saveable) is jax.checkpoint_policies.dots_saveable
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("save: *ffn*", r"'\*ffn\*' selects automatic residual names.*rj|remat_jax.remat"),
+        ("offload_inputs", "'@inputs' selects automatic"),
+        ("save: @dots; offload: a/b", "'a/b' selects automatic"),
+        ("off", "policy='off': jax.checkpoint has no policy that turns it off; leave"),
+        (None, "policy=None is read differently"),
+        ("everythin", "Did you mean 'everything'"),
+    ],
+)
+def test_what_only_our_own_pass_can_serve_is_refused(policy: Any, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        rj.jax_policy(policy)
 
 
 @pytest.mark.skipif(compat.JAX_VERSION >= (0, 12, 0), reason="honoured from 0.12 on")
@@ -111,21 +113,161 @@ def test_a_policy_object_finds_the_models_names_under_remat3_too(remat3: None, a
 @pytest.mark.versions
 def test_doctor_knows_the_models_names_under_remat3(remat3: None) -> None:
     """An output that is offloaded by name stays on the device as the next round's input."""
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
+    policy = offloading("out")
+
+    def loss(w: Any, x: Any) -> Any:
+        block = jax.checkpoint(lambda x, w: (checkpoint_name(jnp.sin(x @ w), "out"), None), policy=policy)
+        return jnp.sum(jax.lax.scan(block, x, w)[0])
+
+    w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 8, 8), (4, 8)))
+    diagnosis = rj.doctor(rj.Workload(loss, w, (x,), "*"), "off")
+    assert [finding.trap for finding in diagnosis.findings] == ["named_output"]
+
+
+NAMES = jax.checkpoint_policies
+
+
+class Block(nn.Module):
+    """`hidden` and `out` are named; the backward pass does not read the output."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: Any = None) -> tuple[jax.Array, None]:
+        hidden = checkpoint_name(Linear(32)(x), "hidden")
+        return checkpoint_name(x + Linear(8)(jnp.tanh(hidden)), "out"), None
+
+
+def made(policy: Any = None) -> tuple[Any, Any, jax.Array]:
+    """A scan over two blocks, checkpointed by their author under `policy`; plain if it is None."""
+    cls = Block if policy is None else nn.remat(Block, policy=policy)
+    model = nn.scan(cls, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)(name="blocks")
+    x = jnp.ones((4, 8))
+    return (
+        (lambda params, x: jnp.sum(model.apply(params, x, None)[0] ** 2)),
+        jax.eval_shape(model.init, jax.random.key(0), x, None),
+        x,
+    )
+
+
+@pytest.mark.parametrize("model_policy", [None, NAMES.save_only_these_names("another")], ids=["plain", "own checkpoints"])
+@pytest.mark.parametrize(
+    "policy",
+    [NAMES.save_only_these_names("hiden", "other"), offloading("hiden"), "save: hiden"],
+    ids=["save_only", "offload_only", "text"],
+)
+def test_names_that_the_model_does_not_give_are_an_error(policy: Any, model_policy: Any) -> None:
+    loss, params, x = made(model_policy)
+    with pytest.raises(NoEffectError, match=r"Block.*Did you mean '[^']*hidden'"):
+        rj.residuals(rj.Workload(loss, params, (x,), Block), policy)
+    changed = [rj.checkpoint_blocks(loss, {Block: policy})] + [rj.replan(loss, policy)] * (model_policy is not None)
+    for fn in changed:
+        with pytest.raises(NoEffectError, match="hidden"):
+            jax.eval_shape(jax.grad(fn), params, x)
+
+
+@pytest.mark.parametrize("name", ["scanned", "nnx", "bridged"])
+@pytest.mark.filterwarnings("ignore:own_checkpoints='keep'")
+def test_names_that_a_model_with_own_checkpoints_does_not_give_are_refused(name: str) -> None:
+    loss, block, params = MODELS[name][0]()
+    for policy, choice in (("save: attention_out", "replace"), (NAMES.save_only_these_names("attention_out"), "keep")):
+        policed = rj.checkpoint_blocks(loss, {block: policy}, own_checkpoints=choice)
+        with pytest.raises(NoEffectError, match=r"attention_out' matches no residual|gives 'attention_out'"):
+            jax.eval_shape(jax.grad(policed), params, jnp.ones((2, 8)))
+
+
+def test_one_name_that_is_given_is_enough_and_other_policies_are_not_judged() -> None:
+    loss, params, x = made()
+    policies = {
+        "full": "full",
+        "one of two": NAMES.save_only_these_names("hidden", "other"),
+        "all but": NAMES.save_any_names_but_these("other"),
+        "none": NAMES.save_only_these_names(),
+    }
+    counts = {n: matmuls(jax.grad(rj.checkpoint_blocks(loss, {Block: policy})), params, x) for n, policy in policies.items()}
+    assert counts["one of two"] == counts["all but"] == counts["full"] - 2 and counts["none"] == counts["full"]
+
+
+def of_names(prim: Any, *_: Any, names: tuple[str, ...] = ("hiden", "hidden"), **params: Any) -> bool:
+    """A user's own policy of names."""
+    return prim.name == "name" and params["name"] in names
+
+
+class OfNames:
+    def __init__(self, *names: str) -> None:
+        self.settings = {"names": names}
+
+    def __call__(self, prim: Any, *_: Any, **params: Any) -> bool:
+        return prim.name == "name" and params["name"] in self.settings["names"]
+
+
+@pytest.mark.versions
+def test_the_names_of_every_form_of_policy_are_read() -> None:
+    closure = offloading("hidden")
+    named = [closure, functools.partial(closure), lambda *args, **params: closure(*args, **params)]
+    assert [compat.selects(policy).offloaded for policy in named] == [{"hidden"}] * 3
+    of_classes = [OfNames("hidden"), NAMES.save_only_these_names("hidden"), rj.jax_policy("save: hidden, @dots")]
+    assert [compat.selects(policy).saved for policy in of_classes] == [{"hidden"}] * 3
+    assert compat.selects(of_names).saved == {"hiden", "hidden"}
+    assert compat.selects(NAMES.everything_saveable).everything and compat.selects(NAMES.save_any_names_but_these("a")).any_name
+    assert compat.names_in(NAMES.save_any_names_but_these("a")) >= {"a"}
+
+
+IDLE = {
+    "save_only": NAMES.save_only_these_names("out"),
+    "offload": offloading("out"),
+    "partial": functools.partial(offloading("out")),
+    "closure": OfNames("out").__call__,
+    "both": NAMES.save_from_both_policies(NAMES.dots_saveable, NAMES.save_only_these_names("out")),
+    "all but": NAMES.save_any_names_but_these("hidden"),
+    "one of two lists": NAMES.save_and_offload_only_these_names(
+        names_which_can_be_saved=["hidden"],
         names_which_can_be_offloaded=["out"],
         offload_src="device",
         offload_dst="pinned_host",
-    )
+    ),
+    "offload text": "offload: out",
+    "save text": "save: out",
+}
 
-    class Layers(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            w = self.param("w", nn.initializers.lecun_normal(), (3, 8, 8))
-            block = jax.checkpoint(lambda x, w: (checkpoint_name(jnp.sin(x @ w), "out"), None), policy=policy)
-            return jax.lax.scan(block, x, w)[0]
 
-    model, x = Layers(), jax.ShapeDtypeStruct((4, 8), jnp.float32)
-    params = jax.eval_shape(model.init, jax.random.key(0), x)
-    diagnosis = rj.doctor(rj.Workload(lambda p, x: jnp.sum(model.apply(p, x)), params, (x,), Layers), "off")
-    assert [finding.trap for finding in diagnosis.findings] == ["named_output"]
+@pytest.mark.versions
+@pytest.mark.parametrize("policy", IDLE.values(), ids=IDLE)
+def test_a_policy_that_names_the_output_of_a_block_keeps_nothing(policy: Any) -> None:
+    """The next iteration of the scan reads the output as its input, and the block's own backward pass does not read it."""
+    loss, params, x = made()
+    job = rj.Workload(loss, params, (x,), Block)
+    checkpointed = rj.checkpoint_blocks(loss, {Block: policy})
+    block = rj.remat(lambda x: checkpoint_name(checkpoint_name(x * 2.0, "hidden") ** 2, "out"), policy)
+    calls = (lambda: rj.measure(job, policy), lambda: jax.eval_shape(jax.grad(checkpointed), params, x), lambda: block(x))
+    for call in calls:
+        with pytest.raises(NoEffectError, match=r"(keeps|offloads) nothing.*Name the input of the block.*offload_inputs"):
+            call()
+
+
+@pytest.mark.parametrize("policy", [NAMES.dots_saveable, NAMES.offload_dot_with_no_batch_dims("device", "pinned_host"), "dots"])
+def test_a_policy_of_products_needs_a_product(policy: Any) -> None:
+    with pytest.raises(NoEffectError, match="products.* has none, so it keeps nothing|'@dots' matches no residual"):
+        rj.remat(lambda x: jnp.sin(jnp.sin(x)), policy)(jnp.ones(3))
+    rj.remat(lambda x: jnp.sin(x @ x), policy)(jnp.ones((3, 3)))
+
+
+def test_a_name_in_a_derivative_rule_counts() -> None:
+    @jax.custom_vjp
+    def cube(x: jax.Array) -> jax.Array:
+        return x**3
+
+    cube.defvjp(lambda x: (x**3, checkpoint_name(jnp.sin(x), "rule")), lambda kept, g: (kept * g,))
+
+    def gradient(name: str) -> Any:
+        block = rj.remat(lambda x: cube(x @ x), NAMES.save_only_these_names(name))
+        return jax.grad(lambda x: jnp.sum(block(x)))(jnp.ones((4, 4)))
+
+    gradient("rule")
+    with pytest.raises(NoEffectError, match="'rule'"):
+        gradient("rules")
+
+
+def test_a_block_of_integers_has_no_names() -> None:
+    count = rj.block(lambda weights, x: weights["offset"] + x)
+    wrapped = rj.checkpoint_blocks(lambda w, x: count(w, x).sum(), {count: NAMES.save_only_these_names("hidden")})
+    with pytest.raises(NoEffectError, match="no checkpoint_name in .* gives 'hidden'.*that are given: none"):
+        wrapped({"offset": jnp.arange(4)}, jnp.arange(4))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 import remat_jax as rj
-from remat_jax.errors import PolicyError, UnknownPolicyError
+from remat_jax.errors import PolicyError
 from remat_jax.policy import as_block_policy, as_policy
 
 FULL, DOTS = rj.Policy.parse("full"), rj.Policy.parse("dots")
@@ -37,12 +37,10 @@ def test_equal_layers_are_equal_policies() -> None:
     policies = rj.LayerPolicies.of(["full"] * 8 + [DOTS] * 4)
     assert policies == rj.LayerPolicies(((8, FULL), (1, DOTS), (3, DOTS))) == rj.LayerPolicies.parse("8 x full | 4 x dots")
     assert len({policies, rj.LayerPolicies.parse("8 x full | 4 x dots")}) == 1
-    assert (policies.layers, policies.offloads) == (12, False)
+    assert (policies.layers, policies.offloads, rj.LayerPolicies.parse("1 x offload").offloads) == (12, False, True)
     assert [policies[layer].name for layer in (0, 7, 8, 11)] == ["full", "full", "dots", "dots"]
-    assert policies.ranges == ((range(8), FULL), (range(8, 12), DOTS))
-    assert policies.run_of(9) == (range(8, 12), DOTS)
+    assert policies.ranges == ((range(8), FULL), (range(8, 12), DOTS)) and policies.run_of(9) == (range(8, 12), DOTS)
     assert policies.map(lambda policy: FULL).runs == ((12, FULL),)
-    assert rj.LayerPolicies.parse("1 x full | 1 x offload_inputs").offloads
     with pytest.raises(IndexError, match="layer=12: there are policies for 12"):
         policies.run_of(12)
 
@@ -57,16 +55,6 @@ def test_cuts_stand_between_layers_under_one_policy() -> None:
     assert rj.LayerPolicies.of(["full"] * 5 + ["dots"], cuts=[5, 4, 3]) == policies != rj.LayerPolicies(policies.runs)
     # Runs that become equal stay separate scans.
     assert policies.map(lambda policy: DOTS).cuts == (3, 4, 5)
-    assert policies.to_dict()["version"] == 2 and rj.LayerPolicies.from_json(policies.to_json()) == policies
-    for wrong in ({"version": 1}, {"cuts": [6]}, {"cuts": [True]}, {"cuts": "4"}, {"cuts": None}):
-        with pytest.raises(PolicyError):
-            rj.LayerPolicies.from_dict(policies.to_dict() | wrong)
-    with pytest.raises(PolicyError, match="a cut before layer 0 of 2: expected 1 to 1"):
-        rj.LayerPolicies(((2, FULL),), (0,))
-    with pytest.raises(PolicyError, match="cuts=3: expected the layers before which"):
-        rj.LayerPolicies.of(["full"] * 4, 3)
-    with pytest.raises(PolicyError, match="cuts=4: expected the positions"):
-        rj.LayerPolicies(((2, FULL),), 4)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +78,7 @@ def test_groups_are_read_and_written_back(text: str, groups: list[tuple[int, int
     assert list(policies.groups) == groups
     assert written is None or str(policies) == written
     assert rj.LayerPolicies.parse(str(policies)) == policies == as_block_policy(text)
-    assert rj.LayerPolicies.from_json(policies.to_json()) == policies and policies.to_dict()["version"] == 3
+    assert rj.LayerPolicies.from_json(policies.to_json()) == policies
     assert policies.map(lambda policy: policy) == policies
     assert rj.LayerPolicies(policies.runs, policies.cuts, tuple(groups[::-1])) == policies
 
@@ -123,83 +111,58 @@ def test_a_group_is_a_part_of_its_run() -> None:
         (lambda: rj.LayerPolicies(((4, FULL),), (), "0 4"), "groups='0 4': expected pairs"),  # type: ignore[arg-type]
         (lambda: rj.LayerPolicies.of(["full"], groups=4), "groups=4: expected pairs"),  # type: ignore[arg-type]
         (lambda: rj.LayerPolicies.of(["save: a in groups of 2"]), "reads like groups of layers"),
+        (lambda: rj.LayerPolicies(((2, FULL),), (0,)), "a cut before layer 0 of 2: expected 1 to 1"),
+        (lambda: rj.LayerPolicies.of(["full"] * 4, 3), "cuts=3: expected the layers before which"),  # type: ignore[arg-type]
+        (lambda: rj.LayerPolicies(((2, FULL),), 4), "cuts=4: expected the positions"),  # type: ignore[arg-type]
+        (lambda: rj.LayerPolicies.parse("8 full | 4 dots"), r"the run '8 full \| 4 dots' is not 'N × policy'"),
+        (lambda: rj.LayerPolicies.parse("full | 4 x dots"), "the run 'full' is not"),
+        (lambda: rj.LayerPolicies.parse("0 x full"), "a run of 0 layers: expected 1 or more, at most 1000000"),
+        (lambda: rj.LayerPolicies.parse("4 x full | 4 x"), r"the selector|is not the name|4 x"),
+        (lambda: rj.LayerPolicies.parse("4 x save: | 4 x dots"), "is empty"),
+        (lambda: rj.LayerPolicies.parse(""), "is not 'N × policy'"),
+        (lambda: rj.LayerPolicies.parse("4 x full | 4 x dotz"), "Did you mean 'dots'"),
+        (lambda: rj.LayerPolicies.from_json("8 x full"), "is not JSON"),
+        (lambda: rj.LayerPolicies(()), "LayerPolicies: runs="),
+        (lambda: rj.LayerPolicies.of("full"), "one policy for each layer"),
+        (lambda: rj.LayerPolicies((8, "full")), "expected a pair"),  # type: ignore[arg-type]
+        (lambda: rj.LayerPolicies(((True, FULL),)), "a run of True layers"),
+        (lambda: rj.LayerPolicies(((1, rj.Policy.parse("save: a|2 x b")),)), "which starts a run"),
+        (lambda: rj.LayerPolicies.of([None]), "policy=None"),  # type: ignore[list-item]
+        (lambda: as_policy(rj.LayerPolicies.parse("2 x full")), "for each layer.*checkpoint_blocks"),  # type: ignore[arg-type]
+        (lambda: rj.remat(lambda x: x, "2 x full | 1 x dots"), "for each layer.*checkpoint_blocks"),
     ],
 )
-def test_what_are_no_groups_is_refused(make: Callable[[], rj.LayerPolicies], says: str) -> None:
+def test_what_are_no_policies_is_refused(make: Callable[[], object], says: str) -> None:
     with pytest.raises(PolicyError, match=says):
         make()
 
 
-def test_json_of_groups_is_checked() -> None:
-    data = rj.LayerPolicies.parse("4 × full in groups of 2").to_dict()
-    assert data["groups"] == [[0, 2], [2, 4]] and "cuts" not in data
-    for wrong in (
-        {"version": 1},
-        {"version": 2},
-        {"groups": None},
-        {"groups": [[0]]},
-        {"groups": [[0, 9]]},
-        {"groups": ["02"]},
-    ):
-        with pytest.raises(PolicyError):
-            rj.LayerPolicies.from_dict(data | wrong)
-
-
-def test_json_goes_there_and_back() -> None:
-    policies = rj.LayerPolicies.parse("8 x full | 3 x offload: @inputs; save: *up* | 1 x off")
-    assert rj.LayerPolicies.from_json(policies.to_json()) == policies
-    data = policies.to_dict()
-    assert [run["layers"] for run in data["runs"]] == [8, 3, 1]
-    for wrong in (
-        {**data, "version": 2},
-        {**data, "version": True},
-        {**data, "more": 1},
-        {"version": 1, "runs": []},
-        {"version": 1, "runs": [{"layers": 1}]},
-        {"version": 1, "runs": [{"layers": "1", "policy": FULL.to_dict()}]},
-        {"version": 1, "runs": [{"layers": 1, "policy": {}}]},
-    ):
-        with pytest.raises(PolicyError):
-            rj.LayerPolicies.from_json(json.dumps(wrong))
-    with pytest.raises(PolicyError, match="is not JSON"):
-        rj.LayerPolicies.from_json("8 x full")
+RUN = {"layers": 1, "policy": FULL.to_dict()}
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "changes"),
     [
-        ("8 full | 4 dots", r"the run '8 full \| 4 dots' is not 'N × policy'"),
-        ("full | 4 x dots", "the run 'full' is not"),
-        ("0 x full", "a run of 0 layers: expected 1 or more, at most 1000000"),
-        ("4 x full | 4 x", r"the selector|is not the name|4 x"),
-        ("4 x save: | 4 x dots", "is empty"),
-        ("", "is not 'N × policy'"),
+        (
+            "8 x full | 3 x offload: @inputs; save: *up* | 1 x off",
+            [{"version": 2}, {"version": True}, {"more": 1}, {"runs": []}, {"runs": [{"layers": 1}]}]
+            + [{"runs": [RUN | wrong]} for wrong in ({"layers": "1"}, {"policy": {}})],
+        ),
+        (
+            "3 x full || 1 x full | 1 x dots",
+            [{"version": 1}, {"cuts": [6]}, {"cuts": [True]}, {"cuts": "4"}, {"cuts": None}],
+        ),
+        (
+            "4 × full in groups of 2",
+            [{"version": 1}, {"version": 2}, {"groups": None}, {"groups": [[0]]}, {"groups": [[0, 9]]}, {"groups": ["02"]}],
+        ),
     ],
 )
-def test_what_is_no_text_is_refused(text: str, says: str) -> None:
-    with pytest.raises(PolicyError, match=says):
-        rj.LayerPolicies.parse(text)
-
-
-def test_what_are_no_policies_is_refused() -> None:
-    with pytest.raises(UnknownPolicyError, match="Did you mean 'dots'"):
-        rj.LayerPolicies.parse("4 x full | 4 x dotz")
-    with pytest.raises(PolicyError, match="LayerPolicies: runs="):
-        rj.LayerPolicies(())
-    with pytest.raises(PolicyError, match="one policy for each layer"):
-        rj.LayerPolicies.of("full")
-    with pytest.raises(PolicyError, match="expected a pair"):
-        rj.LayerPolicies((8, "full"))  # type: ignore[arg-type]
-    with pytest.raises(PolicyError, match="a run of True layers"):
-        rj.LayerPolicies(((True, FULL),))
-    with pytest.raises(PolicyError, match="which starts a run"):
-        rj.LayerPolicies(((1, rj.Policy.parse("save: a|2 x b")),))
-    with pytest.raises(PolicyError, match="policy=None"):
-        rj.LayerPolicies.of([None])  # type: ignore[list-item]
-
-
-def test_where_one_policy_is_wanted_policies_by_layer_are_refused() -> None:
-    with pytest.raises(PolicyError, match="for each layer.*checkpoint_blocks"):
-        as_policy(rj.LayerPolicies.parse("2 x full"))  # type: ignore[arg-type]
-    with pytest.raises(PolicyError, match="for each layer.*checkpoint_blocks"):
-        rj.remat(lambda x: x, "2 x full | 1 x dots")
+def test_json_goes_there_and_back_and_is_checked(text: str, changes: list[dict[str, object]]) -> None:
+    policies = rj.LayerPolicies.parse(text)
+    data = policies.to_dict()
+    assert rj.LayerPolicies.from_json(policies.to_json()) == policies
+    assert data["version"] == 1 + ("cuts" in data) + 2 * ("groups" in data)
+    for change in changes:
+        with pytest.raises(PolicyError):
+            rj.LayerPolicies.from_json(json.dumps(data | change))

@@ -78,9 +78,8 @@ def workload(block: Any, seed: int = 0) -> rj.Workload:
     return rj.Workload(model.apply, jax.eval_shape(model.init, jax.random.key(0), x), (x,), block)
 
 
-def arguments(block: Any) -> tuple[Any, Any]:
-    x = jnp.ones((2, 4))
-    return Model(block).init(jax.random.key(0), x), x
+def traced(job: rj.Workload, policy: str) -> None:
+    jax.eval_shape(rj.checkpoint_blocks(job.loss, dict.fromkeys(job.blocks, policy)), job.params, *job.batch)
 
 
 def kept(job: rj.Workload, policy: str) -> list[tuple[int, str, str]]:
@@ -133,18 +132,16 @@ class Linear(nn.Module):
 def test_each_selector_is_judged_by_itself_under_its_action(policy: str, idle: str) -> None:
     """No derivative reads the output of a layer or its sine; the other arrays are read."""
     with pytest.raises(NoEffectError, match=rf"the selector '{re.escape(idle)}' keeps nothing in layer_0, layer_1, layer_2: "):
-        rj.checkpoint_blocks(workload(Written).loss, {Written: policy})(*arguments(Written))
+        traced(workload(Written), policy)
 
 
 def test_a_selector_without_effect_in_some_layers_says_in_which() -> None:
-    def run(policy: str) -> None:
-        rj.checkpoint_blocks(workload(Linear).loss, {Linear: policy})(*arguments(Linear))
-
+    job = workload(Linear)
     with pytest.raises(NoEffectError, match=r":mul#0' has an effect in layer_0, layer_1, but keeps nothing in layer_2"):
-        run("save: *:mul#0")
+        traced(job, "save: *:mul#0")
     # The second selector matches some arrays in some layers.
     for policy in ("save: layer_[01]:mul#0", "save: layer_?:[ma]*#0, *:cos#0"):
-        run(policy)
+        traced(job, policy)
 
 
 def test_the_gradient_that_is_taken_decides_in_a_table() -> None:
@@ -163,13 +160,15 @@ def test_the_gradient_that_is_taken_decides_in_a_table() -> None:
         rj.residuals(rj.Workload(frozen, job.params, job.batch, Written), "save: layer_1:cos#2")
 
 
-@pytest.mark.parametrize("seed", [*range(8), 23, 95])
+@pytest.mark.parametrize("seed", [0, 3, 6, 23, 95])
 def test_a_selector_of_one_residual_keeps_it_or_is_an_error(seed: int) -> None:
     job = workload(Random, seed)
     everything, full = kept(job, "everything"), kept(job, "full")
     lines = {}
+    layers: dict[str, set[int]] = {}
     for layer, name, line in set(everything) - set(full):
         assert lines.setdefault(name, line) == line
-        rows = kept(job, f"save: layer_?{name}")
-        assert {row for row in rows if row[1] == name} >= {(number, name, line) for number in (1, 2)}, rows
-        assert (layer, name, line) in rows
+        layers.setdefault(name, {1, 2}).add(layer)
+    for name, line in lines.items():
+        rows = [row for row in kept(job, f"save: layer_?{name}") if row[1] == name]
+        assert set(rows) >= {(layer, name, line) for layer in layers[name]}

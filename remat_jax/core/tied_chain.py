@@ -79,8 +79,8 @@ _links: ContextVar[tuple[_Link, ...]] = ContextVar("links", default=())
 # A block takes a link only from the last two linked blocks. Arrays that it fetches in its backward pass are on the device until
 # the backward passes of all blocks in between are done. One block in between is allowed, for models with two parallel streams.
 _MOST_LINKS = 2
-# For each kind of block (a key that `_handed` makes), JAX's trace state when such a block was called last, and the arrays that it
-# leaves on the host. In another trace a block may have other blocks inside, which its key does not show.
+# For each kind of block (a key that `_handed` makes), JAX's trace state when such a block was called last, and the arrays that
+# it leaves on the host. In another trace a block may have other blocks inside, which its key does not show.
 _handed_by_kind: dict[Any, tuple[Any, list[_Handed]]] = {}
 _MOST_KINDS = 64
 _unlinked: ContextVar[bool] = ContextVar("unlinked", default=False)
