@@ -14,7 +14,7 @@ from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.options import WITHOUT_TRITON
 from remat_jax.memory.compile.process import NotDoneError
-from remat_jax.planning import without_triton
+from remat_jax.planning import loop, without_triton
 from tests.plan_models import MlpLayer, job
 
 pytestmark = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
@@ -56,8 +56,10 @@ def test_a_plan_fits_with_cublas_too(work, monkeypatch) -> None:
     assert rj.measure(work, dict(plan.policies), "h200").device_bytes == plan.device_bytes
 
 
-def test_an_excess_that_no_plan_avoids_is_said(work) -> None:
+def test_an_excess_that_no_plan_avoids_is_said(work, monkeypatch) -> None:
     """`full` needs 120 MiB with Triton and 184 without; nothing needs less."""
+    monkeypatch.setattr(loop, "MOST_COMPILED", 2)
+    monkeypatch.setattr(loop, "MOST_GIVEN_UP", 1)
     with pytest.warns(rj.RematWarning, match=MAY_EXCEED):
         plan = rj.plan(work, "152 MiB", "h200")
     excess = bytes_without_triton(work, dict(plan.policies)) - 152 * MIB
@@ -65,6 +67,7 @@ def test_an_excess_that_no_plan_avoids_is_said(work) -> None:
 
 
 def test_a_plan_that_cannot_be_checked_without_triton_is_returned_with_a_note(work, monkeypatch) -> None:
+    monkeypatch.setattr(loop, "MOST_COMPILED", 2)
     late = Mock(side_effect=NotDoneError("not done after timeout=1 s, stopped at policy='the plan'. Give a longer timeout"))
     monkeypatch.setattr(without_triton, "compile_programs", late)
     plan = rj.plan(work, "200 MiB", "h200")
