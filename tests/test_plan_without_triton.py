@@ -45,15 +45,14 @@ def test_a_plan_fits_with_cublas_too(work, monkeypatch) -> None:
         nothing = SimpleNamespace(device=0)
         patched.setattr(without_triton, "compile_programs", lambda programs, *_, **__: {programs[0].key: nothing})
         greedy = rj.plan(work, budget, "h200")
-    assert greedy.device_bytes <= budget < bytes_without_triton(work, dict(greedy.policies))
+    exceeding = bytes_without_triton(work, dict(greedy.policies))
+    assert greedy.device_bytes <= budget < exceeding
     plan = rj.plan(work, budget, "h200")
     needed = bytes_without_triton(work, dict(plan.policies))
     assert plan.device_bytes <= needed <= budget == plan.budget and plan.seconds > greedy.seconds
     (given_up,) = (note for note in plan.notes if note.startswith("Given up: "))
-    exceeding = bytes_without_triton(work, dict(greedy.policies))
     assert f"It needs {greedy.device_bytes / MIB:.1f} MiB with Triton's matmuls, but {exceeding / MIB:.1f} MiB with" in given_up
     assert not any(note.startswith(MAY_EXCEED) for note in plan.notes)
-    assert rj.measure(work, dict(plan.policies), "h200").device_bytes == plan.device_bytes
 
 
 def test_an_excess_that_no_plan_avoids_is_said(work, monkeypatch) -> None:
