@@ -69,11 +69,10 @@ def beside_the_exact():
     for seed in range(STACKS):
         draw = random.Random(seed)
         stack, host = drawn(draw)
-        solver = Solver(stack)
-        most = solver.plan(math.inf, host).peak_bytes
         if seed % 2:
             stack = with_traffic(stack, random.Random(seed))
-            solver = Solver(stack)
+        solver = Solver(stack)
+        most = solver.plan(math.inf, host).peak_bytes
         least = least_peak(stack, host)
         budget = least + draw.uniform(0.1, 1) * (most - least)
         if budget > 0:
