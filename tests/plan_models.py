@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -44,9 +45,14 @@ class MlpStack(nn.Module):
         return scan(MlpLayer(self.activation, name="layers"), x, None)[0]
 
 
+@functools.cache
+def parameters(model):
+    """The shapes of a stack's parameters."""
+    return jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, WIDTH), jnp.float32))
+
+
 def job(rows=2048, *, scanned=False, layers=LAYERS, activation=jnp.tanh, **options):
     """The workload; nothing is allocated."""
     model, x = MlpStack(scanned, layers, activation), jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
-    params = jax.eval_shape(model.init, jax.random.key(0), x)
     options = {"optimizer": optax.sgd(0.1), "name": "perceptrons", **options}
-    return rj.Workload(lambda params, x: jnp.mean(model.apply(params, x) ** 2), params, (x,), MlpLayer, **options)
+    return rj.Workload(lambda params, x: jnp.mean(model.apply(params, x) ** 2), parameters(model), (x,), MlpLayer, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -43,16 +44,26 @@ class Model(nn.Module):
         return scan(Layer(name="layers"), x, None)[0]
 
 
+@functools.cache
+def parameters(model: nn.Module, x: jax.ShapeDtypeStruct) -> Any:
+    """The shapes of a model's parameters."""
+    return jax.eval_shape(model.init, jax.random.key(0), x)
+
+
+def workload(model: nn.Module, block: Any, **options: Any) -> rj.Workload:
+    """The sum of squares of a model of `ROWS` × `WIDTH` as a workload."""
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    return rj.Workload(lambda p, x: (model.apply(p, x) ** 2).sum(), parameters(model, x), (x,), block, **options)
+
+
 def mlp(*, scan: bool = False, **options: Any) -> rj.Workload:
-    model, x = Model(scan=scan), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    params = jax.eval_shape(model.init, jax.random.key(0), x)
-    return rj.Workload(lambda p, x: (model.apply(p, x) ** 2).sum(), params, (x,), Layer, **options)
+    return workload(Model(scan=scan), Layer, **options)
 
 
 def decoder(*, scan: bool, layers: int = 2) -> rj.Workload:
     model = linen.ByteDecoder(d_model=32, nhead=2, num_layers=layers, max_len=16, scan=scan, param_dtype=jnp.bfloat16)
     tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
-    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    params = parameters(model, tokens)["params"]
 
     def loss(params: Any, *batch: Any) -> Any:
         return model.apply({"params": params}, *batch, method="loss")

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from jax import enable_x64
 
 import remat_jax as rj
 from remat_jax.core.walk import equations
@@ -41,23 +40,16 @@ def error(result: Any, expected: Any) -> float:
 
 @pytest.mark.versions
 @pytest.mark.parametrize(("n", "axis"), [(1, 1), (4, -1), (12, 1)])
-def test_values_and_gradients_are_those_of_the_whole_in_float64(n: int, axis: int) -> None:
-    with enable_x64(True):
-        params, hidden, targets = example(jnp.float64)
-        chunked = rj.in_chunks(head_loss, n, axis=(None, 1, axis))
+def test_values_and_gradients_are_those_of_the_whole_in_float64(n: int, axis: int, x64: None) -> None:
+    params, hidden, targets = example(jnp.float64)
 
-        def total(fn: Any) -> Any:
-            return lambda params, hidden: fn(params, hidden, targets)["total"]
+    def of(fn: Any) -> Any:
+        total = lambda params, hidden: fn(params, hidden, targets)["total"]  # noqa: E731
+        derivative = jax.jvp(lambda p: total(p, hidden), (params,), (jax.tree.map(jnp.ones_like, params),))
+        return fn(params, hidden, targets), jax.grad(total, argnums=(0, 1))(params, hidden), derivative
 
-        assert error(chunked(params, hidden, targets), head_loss(params, hidden, targets)) < 1e-12
-        for transform in (jax.grad, lambda fn, **args: jax.jit(jax.grad(fn, **args))):
-            gradients, expected = (transform(total(fn), argnums=(0, 1))(params, hidden) for fn in (chunked, head_loss))
-            assert error(gradients, expected) < 1e-12
-        tangent = jax.tree.map(jnp.ones_like, params)
-        derivatives, expected = (
-            jax.jvp(lambda p, fn=fn: total(fn)(p, hidden), (params,), (tangent,)) for fn in (chunked, head_loss)
-        )
-        assert error(derivatives, expected) < 1e-12
+    chunked = rj.in_chunks(head_loss, n, axis=(None, 1, axis))
+    assert error(*jax.jit(lambda: (of(chunked), of(head_loss)))()) < 1e-12
 
 
 def test_each_chunk_has_its_own_positions_and_all_results_are_sums() -> None:
@@ -72,7 +64,7 @@ def test_under_vmap_and_by_keyword() -> None:
         chunked = rj.in_chunks(head_loss, 4, axis=(None, 0, 0))
         return chunked(params, targets=targets, hidden=hidden, scale=0.5)
 
-    by_row = jax.vmap(one_row)(hidden, targets)
+    by_row = jax.jit(jax.vmap(one_row))(hidden, targets)
     assert error({k: v.sum(0) for k, v in by_row.items()}, head_loss(params, hidden, targets, scale=0.5)) < 1e-5
     everything = rj.in_chunks(lambda *, x, y: jnp.vdot(x, y), 2)
     assert everything(x=jnp.arange(4.0), y=jnp.arange(4.0)) == 14
@@ -93,11 +85,16 @@ def test_gradients_of_a_narrow_head_are_added_up_in_float32(dtype: Any) -> None:
         return rj.in_chunks(lambda x: jnp.sum((x @ head).astype(jnp.float32)), 512)(hidden)
 
     for total in (lambda head: loss(head, hidden), by_closure):
-        gradient = jax.grad(total)(head)
+        squared = lambda head, total=total: (total(head) / 512) ** 2  # noqa: E731
+        gradient, tangent, second = jax.jit(
+            lambda head, total=total, squared=squared: (
+                jax.grad(total)(head),
+                jax.jvp(total, (head,), (head,))[1],
+                jax.jvp(jax.grad(squared), (head,), (head,))[1],
+            )
+        )(head)
         assert gradient.dtype == dtype and bool((gradient == 512).all())  # in bfloat16, 256 + 1 is 256
-        assert jax.jvp(total, (head,), (head,))[1] == 512 * 6
-    second = jax.jvp(jax.grad(lambda head: (loss(head, hidden) / 512) ** 2), (head,), (head,))[1]
-    assert bool((second == 2 * 6).all())
+        assert tangent == 512 * 6 and bool((second == 2 * 6).all())
 
 
 def test_one_chunk_of_logits_exists_and_each_is_computed_once_more() -> None:
@@ -118,7 +115,7 @@ def test_one_chunk_of_logits_exists_and_each_is_computed_once_more() -> None:
 def test_linen_and_nnx_modules() -> None:
     _, hidden, targets = example()
     layer = nn.Dense(WORDS)
-    variables = layer.init(jax.random.key(0), hidden)
+    variables = jax.jit(layer.init)(jax.random.key(0), hidden)
 
     def linen_loss(variables: Any, n: int) -> Any:
         bound = layer.bind(variables)
@@ -127,10 +124,10 @@ def test_linen_and_nnx_modules() -> None:
     def head(module: Any, hidden: Any, targets: Any) -> Any:
         return optax.softmax_cross_entropy_with_integer_labels(module(hidden), targets).sum()
 
-    assert error(*(jax.grad(linen_loss)(variables, n) for n in (1, 4))) < 1e-5
+    assert error(*jax.jit(lambda: [jax.grad(linen_loss)(variables, n) for n in (1, 4)])()) < 1e-5
     model = nnx.Linear(WIDTH, WORDS, rngs=nnx.Rngs(0))
     losses = [rj.in_chunks(head, n, axis=(None, 1, 1)) for n in (1, 4)]
-    assert error(*(nnx.grad(loss)(model, hidden, targets) for loss in losses)) < 1e-5
+    assert error(*nnx.jit(lambda model: [nnx.grad(loss)(model, hidden, targets) for loss in losses])(model)) < 1e-5
 
 
 def test_replan_and_policies_leave_the_chunks_as_they_are() -> None:

@@ -25,10 +25,8 @@ from remat_jax.errors import (
 )
 from remat_jax.hardware import target
 from remat_jax.memory.measure import measure_many
-from remat_jax.planning import compile_candidates, make_plan
+from remat_jax.planning import compile_candidates, loop, make_plan
 from remat_jax.planning.explain import summary
-from remat_jax.planning.fit_memory import Fit
-from remat_jax.planning.loop import MOST_COMPILED
 from remat_jax.policy import NAMED
 from tests.plan_models import LAYERS, WIDTH, MlpLayer, MlpStack, job
 from tests.small_models import assert_same
@@ -81,7 +79,7 @@ def test_the_bound_is_of_the_whole_step_and_below_every_way_that_fits(made):
 
 def test_every_compilation_is_told(made):
     plan, progress = made
-    assert 2 <= len(plan.tried) <= MOST_COMPILED
+    assert 2 <= len(plan.tried) <= loop.MOST_COMPILED
     messages = [message for message, _, _ in progress]
     assert messages[0] == "perceptrons: tracing" and any(
         message.startswith("compiling ") and " for cpu" in message for message in messages
@@ -102,17 +100,12 @@ def with_one_residual_more(plan):
     return variants
 
 
-def test_one_residual_more_was_compiled_and_does_not_fit(made, monkeypatch):
+def test_no_step_with_one_residual_more_fits(made):
     """Each residual of a layer is 1 MiB; a run of three layers would need three more."""
     plan, _ = made
     assert plan.is_maximal and not plan.cut_short and plan.left_out == ()
     reports = measure_many(job(scanned=True), with_one_residual_more(plan), "cpu")
     assert len(reports) >= 2 and all(report.device_bytes > BUDGET for report in reports)
-    # A step predicted to be surely over the budget is not compiled. Whether a prediction is sure depends on XLA, so trust none.
-    monkeypatch.setattr(Fit, "may_fit", lambda *_: True)
-    compiled = rj.plan(job(scanned=True), BUDGET, "cpu")
-    assert compiled.is_maximal and compiled.policies == plan.policies
-    assert any(BUDGET < size < BUDGET + 4 * MIB for _, size in compiled.tried)
 
 
 def test_the_parts_are_the_policies(made):
@@ -276,8 +269,9 @@ def test_rates_that_are_no_numbers_are_refused():
         rj.plan(job(scanned=True), BUDGET, replace(target("h200"), hbm_bytes_per_s=math.nan))
 
 
-def test_for_a_gpu_offload_is_planned_where_layers_are_unrolled():
+def test_for_a_gpu_offload_is_planned_where_layers_are_unrolled(monkeypatch):
     """Three layers compiled for an H200: within the budget, with host memory where it is faster than recomputing."""
+    monkeypatch.setattr(loop, "MOST_COMPILED", 2)
     work = job(rows=65536, layers=3)
     plan = rj.plan(work, "150 MiB", "h200")
     assert plan.device_bytes <= 150 * MIB

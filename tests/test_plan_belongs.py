@@ -13,6 +13,7 @@ import pytest
 
 import remat_jax as rj
 from remat_jax.errors import PlanningError
+from remat_jax.memory.measure import measure_many
 from remat_jax.planning import loop
 
 
@@ -36,13 +37,13 @@ def loss_of(layer: Any = Layer) -> Any:
 
 
 TOKENS = jnp.ones((64, 32))
-PARAMS = model(Layer).init(jax.random.key(0), TOKENS)
+PARAMS = jax.jit(model(Layer).init)(jax.random.key(0), TOKENS)
 
 
 @pytest.fixture(scope="module")
 def plan() -> Any:
     job = rj.Workload(loss_of(), PARAMS, (TOKENS,), Layer, name="three layers")
-    full, most = (rj.measure(job, policy, "cpu").device_bytes for policy in ("full", "off"))
+    full, most = (report.device_bytes for report in measure_many(job, ("full", "off"), "cpu"))
     with pytest.MonkeyPatch.context() as patched:  # which plan it is does not matter here
         patched.setattr(loop, "MOST_COMPILED", 2)
         plan = rj.plan(job, (full + most) // 2, "cpu")
@@ -51,7 +52,8 @@ def plan() -> Any:
 
 
 def test_its_own_call_passes_and_has_the_gradients_of_the_loss(plan):
-    expected, gradients = (jax.jit(jax.grad(fn))(PARAMS, TOKENS) for fn in (loss_of(), plan.apply(loss_of())))
+    losses = loss_of(), plan.apply(loss_of())
+    expected, gradients = jax.jit(lambda *args: [jax.grad(fn)(*args) for fn in losses])(PARAMS, TOKENS)
     jax.tree.map(lambda wanted, actual: np.testing.assert_allclose(wanted, actual, rtol=1e-5, atol=1e-7), expected, gradients)
 
 
@@ -114,5 +116,6 @@ def test_a_loss_that_closes_over_the_batch_is_shown_how_to_apply_the_plan(plan):
 
     with pytest.raises(PlanningError, match=r"(?s)called without it.*value_and_grad\(plan.apply\(loss_fn, strict=False\)\)"):
         jax.grad(plan.apply(closure))(PARAMS)
-    expected, actual = (jax.grad(fn)(PARAMS) for fn in (closure, plan.apply(closure, strict=False)))
+    losses = closure, plan.apply(closure, strict=False)
+    expected, actual = jax.jit(lambda params: [jax.grad(fn)(params) for fn in losses])(PARAMS)
     jax.tree.map(lambda wanted, found: np.testing.assert_allclose(wanted, found, rtol=1e-5, atol=1e-6), expected, actual)

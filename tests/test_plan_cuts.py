@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import flax.linen as nn
@@ -72,9 +73,14 @@ def test_the_likeness_of_named_policies():
     assert named_candidate(described, "off").choices is None
 
 
+@functools.cache
+def scanned_decoder(target):
+    return describe(decoder(scan=True), target, rates=RATES)
+
+
 @pytest.mark.parametrize("name", ["full", "dots", "dots_with_no_batch_dims"])
 def test_the_parts_of_a_named_policy_take_together_what_it_takes(name):
-    described = describe(decoder(scan=True), "h200", rates=RATES)
+    described = scanned_decoder("h200")
     candidate = named_candidate(described, name)
     parts = parts_of(described, described.stack, candidate)
     kept = sum(len(kind.layers) * kind.program.price(Policy.parse(name)).kept_seconds for kind in described.kinds)
@@ -86,7 +92,7 @@ def test_the_kernels_of_a_tpu_write_into_the_stack_of_a_scan():
     """A matmul writes its result in any case; on a GPU the scan passes over it three times more."""
     kept = {}
     for name in ("h200", "v5e"):
-        (kind,) = describe(decoder(scan=True), name, rates=RATES).kinds
+        (kind,) = scanned_decoder(name).kinds
         (up,) = (array for array in kind.program.arrays if any(each == "layers/ffn/up:dot_general#0" for each in array.names))
         kept[name] = kind.program.kept_seconds(up) * RATES.hbm_bytes_per_s / up.bytes
     assert kept == {"h200": pytest.approx(3), "v5e": 0}
@@ -105,15 +111,15 @@ def test_a_file_carries_the_cuts_and_one_without_is_read(tmp_path):
     assert rj.Plan.load(tmp_path / "old.json").policies == {PlannedLayer: rj.LayerPolicies.parse("4 x full")}
 
 
-@pytest.mark.parametrize("name", ["full", "offload_inputs", "offload: @dots", "dots"])
-def test_the_parts_of_a_plan_cost_what_the_plan_costs(name):
+def test_the_parts_of_a_plan_cost_what_the_plan_costs():
     """The very last layer's copies, which nothing hides, count too; all of them use the device's memory bandwidth."""
     described = describe(plan_models.job(rows=65536, layers=3), "h200")
-    candidate = named_candidate(described, name)
-    parts = parts_of(described, described.stack, candidate)
-    in_memory = 2 * candidate.host_bytes / described.rates.hbm_bytes_per_s
-    costs = sum(part.layers * (part.recompute_seconds + part.copy_seconds) for part in parts)
-    assert costs + in_memory == pytest.approx(candidate.seconds)
+    for name in ("full", "offload_inputs", "offload: @dots", "dots"):
+        candidate = named_candidate(described, name)
+        parts = parts_of(described, described.stack, candidate)
+        in_memory = 2 * candidate.host_bytes / described.rates.hbm_bytes_per_s
+        costs = sum(part.layers * (part.recompute_seconds + part.copy_seconds) for part in parts)
+        assert costs + in_memory == pytest.approx(candidate.seconds), name
 
 
 class Sine(nn.Module):

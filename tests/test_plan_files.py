@@ -170,21 +170,12 @@ def test_the_keys_are_the_attribute_names():
             "must be a list of kinds, such as 'FUSION,",
         ),
         (lambda data: data.update(compiler_options={GRAPHS: []}), "must be a list of kinds, such as 'FUSION,"),
-        (
-            lambda data: data.update(compiler_options={OPTION: 0}),
-            "xla_gpu_memory_limit_slop_factor is an integer from 1 to 100",
-        ),
-        (
-            lambda data: data.update(compiler_options={OPTION: 101}),
-            "xla_gpu_memory_limit_slop_factor is an integer from 1 to 100",
-        ),
-        (
-            lambda data: data.update(compiler_options={OPTION: "29"}),
-            "xla_gpu_memory_limit_slop_factor is an integer from 1 to 100",
-        ),
-        (
-            lambda data: data.update(compiler_options={OPTION: True}),
-            "xla_gpu_memory_limit_slop_factor is an integer from 1 to 100",
+        *(
+            (
+                lambda data, wrong=wrong: data.update(compiler_options={OPTION: wrong}),
+                "xla_gpu_memory_limit_slop_factor is an integer from 1 to 100",
+            )
+            for wrong in (0, 101, "29", True)
         ),
         (
             lambda data: data.update(compiler_options={"xla_tpu_max_hbm_size_mib": 0}),
@@ -227,29 +218,13 @@ def places(data, at=()):
 
 
 def test_hostile_values_anywhere_raise_our_error_or_load(tmp_path):
-    """A thousand files with one value replaced in each."""
+    """Files with one value replaced in each; `make fuzz` tries thousands."""
     good = json.loads(json.dumps(plan().to_dict()))
     everywhere = [place for place in places(good) if place]
     draw, loaded = random.Random(0), 0
-    strange = [
-        None,
-        True,
-        -1,
-        2**70,
-        10**400,
-        1e308,
-        "",
-        "a\nb",
-        "__import__('os')",
-        [],
-        {},
-        [[]],
-        {"version": 1},
-        [None] * 3,
-        "*",
-        "@x",
-    ]
-    for _ in range(1000):
+    strange = [None, True, -1, 2**70, 10**400, 1e308, "", "a\nb", "__import__('os')", "*", "@x"]
+    strange += [[], {}, [[]], {"version": 1}, [None] * 3]
+    for _ in range(300):
         data = copy.deepcopy(good)
         *path, last = draw.choice(everywhere)
         inside = data
@@ -262,7 +237,7 @@ def test_hostile_values_anywhere_raise_our_error_or_load(tmp_path):
             continue
         loaded += 1
         assert str(read_back) and read_back.explain() and read_back.to_html(tmp_path / "plan.html")
-    assert 0 < loaded < 500
+    assert 0 < loaded < 150
 
 
 def test_null_in_any_place_is_our_error_or_a_plan_that_can_be_shown(tmp_path):

@@ -47,8 +47,7 @@ def test_layers_are_in_groups_where_their_inputs_are_too_much(job, full, planned
     # No more groups than necessary: their inputs are the difference, to a hundredth of the available memory.
     assert planned.device_bytes == pytest.approx(planned.predicted_bytes, rel=0.01)
     assert rj.measure(job, dict(planned.policies), "h200").device_bytes == planned.device_bytes
-    again = rj.measure(job, "full", "h200")
-    assert again.device_bytes == full and planned.recompute_flops > 0
+    assert planned.recompute_flops > 0 == planned.host_bytes
 
 
 def test_the_parts_say_what_groups_keep(planned):
@@ -77,8 +76,8 @@ def test_the_gradients_of_a_plan_with_groups_are_those_of_the_loss():
             jax.tree.map(lambda leaf: jnp.asarray(draw.normal(size=leaf.shape) / 8, jnp.float64), tree)
             for tree in (job.params, job.batch)
         )
-        plain = jax.grad(job.loss)(params, *batch)
-        under = jax.grad(rj.checkpoint_blocks(job.loss, policies))(params, *batch)
+        losses = job.loss, rj.checkpoint_blocks(job.loss, policies)
+        plain, under = jax.jit(lambda *args: [jax.grad(loss)(*args) for loss in losses])(params, *batch)
         for expected, actual in zip(jax.tree.leaves(plain), jax.tree.leaves(under), strict=True):
             np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-12)
 

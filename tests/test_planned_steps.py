@@ -18,8 +18,15 @@ from examples.steps import fsdp, nnx_optimizer
 from examples.steps.network import WIDTH, Layer, Net, parameters
 from remat_jax import compat
 from remat_jax.errors import PlanningError, UnsupportedError
+from remat_jax.planning import loop
 from remat_jax.planning.model import Model
 from tests.step_kinds import X, of_squares, results, taken
+
+
+@pytest.fixture(autouse=True)
+def few_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which plan it is does not matter here."""
+    monkeypatch.setattr(loop, "MOST_COMPILED", 2)
 
 
 class Trainer:
@@ -96,7 +103,7 @@ def test_compiler_options_of_a_step_are_no_part_of_its_measurement_and_stay_in_t
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["accumulation", "nnx_optimizer", "equinox_filter_jit"])
+@pytest.mark.parametrize("kind", ["nnx_optimizer", "equinox_filter_jit"])
 def test_a_plan_gives_the_step_back_under_its_own_jit(kind: str) -> None:
     step, args = taken(kind)
     plan = rj.plan(step, args, budget="1GiB", target="cpu")
@@ -131,7 +138,7 @@ def test_a_plan_of_a_step_is_the_plan_of_its_loss() -> None:
     assert 0 <= made.device_bytes - expected.device_bytes <= 64
     assert rj.measure(finished, dict(made.policies), "cpu").device_bytes == made.device_bytes
     for one, other in zip(
-        *(results(step, (state, X)) for step in (train_step, rj.checkpoint_blocks(train_step, dict(made.policies)))),
+        *(results(jax.jit(step), (state, X)) for step in (train_step, rj.checkpoint_blocks(train_step, dict(made.policies)))),
         strict=True,
     ):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)

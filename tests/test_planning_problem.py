@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -20,7 +21,7 @@ from remat_jax.planning.outcome import parts_of
 from remat_jax.planning.problem import Described, describe, extra_seconds, kept_bytes, recompute_flops
 from remat_jax.planning.translate import named_candidate, policy_of
 from remat_jax.solver.policies import peak_bytes
-from tests.planning_models import RATES, ROWS, WIDTH, Layer, decoder, mlp, step_flops
+from tests.planning_models import RATES, ROWS, WIDTH, Layer, decoder, mlp, parameters, step_flops, workload
 
 
 def test_the_residuals_of_a_layer_by_hand():
@@ -55,9 +56,14 @@ def test_seconds_of_the_passes_by_hand():
     assert described.base_seconds == pytest.approx(layers_seconds + described.outside_seconds)
 
 
+@functools.cache
+def described_as(make: Any, scan: bool) -> Described:
+    return describe(make(scan=scan), "h200")
+
+
 def test_a_scan_and_its_unrolled_twin_are_the_same_problem():
     for make in (mlp, decoder):
-        unrolled, scanned = (describe(make(scan=scan), "h200") for scan in (False, True))
+        unrolled, scanned = (described_as(make, scan) for scan in (False, True))
         (unrolled_block,), (scanned_block,) = unrolled.stack.blocks, scanned.stack.blocks
         strip = lambda name, path: name.removeprefix(path)  # noqa: E731
         assert [(strip(r.name, "layers_0"), r.bytes, r.seconds, r.needed) for r in unrolled_block.residuals] == [
@@ -88,8 +94,7 @@ def choices(block: solver.Block, seed: int) -> solver.BlockPolicy:
 @pytest.mark.parametrize("scan", [False, True])
 def test_what_a_solver_chooses_is_what_its_policy_does(scan):
     """The price of the policy is the solver's, minus arrays that it keeps or computes without use."""
-    job = decoder(scan=scan)
-    described = describe(job, "h200")
+    described = described_as(decoder, scan)
     (kind,), (block,) = described.kinds, described.stack.blocks
     for seed in range(12):
         choice = choices(block, seed)
@@ -169,9 +174,7 @@ def test_inputs_that_all_blocks_share_and_the_batch_cost_nothing():
                 x = Attending(name=f"layers_{index}")(x, mask)
             return x
 
-    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    params = jax.eval_shape(Shared().init, jax.random.key(0), x)
-    job = rj.Workload(lambda p, x: Shared().apply(p, x).sum(), params, (x,), Attending)
+    job = workload(Shared(), Attending)
     first, second = describe(job, "h200").kinds
     # The batch is no residual and has no gradient: the first block is another kind.
     assert (first.layers, second.layers) == (range(1), range(1, 2))
@@ -189,9 +192,7 @@ def test_equal_neighbours_are_one_kind_and_others_are_not():
             x = Attending(name="between")(x, jnp.float32(2.0))
             return Layer(name="b")(x)
 
-    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    params = jax.eval_shape(Two().init, jax.random.key(0), x)
-    job = rj.Workload(lambda p, x: Two().apply(p, x).sum(), params, (x,), (Layer, Attending))
+    job = workload(Two(), (Layer, Attending))
     kinds = describe(job, "h200").kinds
     assert [(kind.block, kind.layers, kind.paths) for kind in kinds] == [
         (Layer, range(2), ("a_0", "a_1")),
@@ -217,9 +218,7 @@ def test_several_calls_in_a_round_take_turns():
             scan = nn.scan(Round, variable_axes={"params": 0}, split_rngs={"params": True}, length=5)
             return scan(name="rounds")(nn.Dense(WIDTH)(x), None)[0]
 
-    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    params = jax.eval_shape(Turns().init, jax.random.key(0), x)
-    job = rj.Workload(lambda p, x: Turns().apply(p, x).sum(), params, (x,), (Layer, Attending))
+    job = workload(Turns(), (Layer, Attending))
     described = describe(job, "h200")
     assert [(kind.block, kind.layers) for kind in described.kinds] == [
         (Layer, range(0, 10, 2)),
@@ -337,20 +336,17 @@ def of_layers(make: Any) -> Any:
         def __call__(self, x: Any) -> Any:
             return make(nn.Dense(WIDTH)(x))
 
-    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    params = jax.eval_shape(Layers().init, jax.random.key(0), x)
-    return Layers(), params, x
+    return Layers()
 
 
 def test_arrays_of_one_name_are_decided_on_together():
-    model, params, x = of_layers(lambda x: Named(name="b")(Named(name="a")(x)))
-    job = rj.Workload(lambda p, x: (model.apply(p, x) ** 2).sum(), params, (x,), Named)
+    job = workload(of_layers(lambda x: Named(name="b")(Named(name="a")(x))), Named)
     described = describe(job, "h200")
     (kind,), (block,) = described.kinds, described.stack.blocks
     names = [residual.name for residual in block.residuals]
     assert len(set(names)) == len(names) and "mine" in names
     assert next(residual for residual in block.residuals if residual.name == "mine").bytes >= 2 * 4 * ROWS * WIDTH
-    for seed in range(6):
+    for seed in range(4):
         policy = policy_of(kind, choices(block, seed))
         assert recompute_flops(described, policy) == step_flops(job, policy) - step_flops(job, "everything")
 
@@ -361,8 +357,7 @@ def test_a_layer_behind_a_scan_of_its_kind_has_its_own_name():
         layers = nn.scan(lambda layer, x, _: (layer(x), None), **axes, length=3)
         return Layer(name="last")(layers(Layer(name="layers"), x, None)[0])
 
-    model, params, x = of_layers(make)
-    kinds = describe(rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Layer), "h200").kinds
+    kinds = describe(workload(of_layers(make), Layer), "h200").kinds
     assert [(set(kind.paths), kind.layers, kind.scanned) for kind in kinds] == [
         ({"layers"}, range(3), True),
         ({"last"}, range(3, 4), False),
@@ -372,10 +367,10 @@ def test_a_layer_behind_a_scan_of_its_kind_has_its_own_name():
 @pytest.mark.parametrize("policy", ["full", "dots", "save: *:cos*"])
 def test_blocks_under_vmaps_are_those_of_the_whole_batch(policy):
     """Two `vmap`s of sizes two and three: kept and recomputed arrays are six times as large."""
-    model, params, x = of_layers(lambda x: Layer(name="b")(Layer(name="a")(x)))
+    model, x = of_layers(lambda x: Layer(name="b")(Layer(name="a")(x))), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     batch = jax.ShapeDtypeStruct((2, 3, *x.shape), x.dtype)
     of_each = lambda params, x: jax.vmap(jax.vmap(lambda sample: model.apply(params, sample).sum()))(x).sum()  # noqa: E731
-    job = rj.Workload(of_each, params, (batch,), Layer)
+    job = rj.Workload(of_each, parameters(model, x), (batch,), Layer)
     described = describe(job, "h200")
     more = rj.residuals(job, policy).device_bytes - rj.residuals(job, "full").device_bytes
     inputs = 2 * 6 * x.size * 4
@@ -390,7 +385,5 @@ class Empty(nn.Module):
 
 
 def test_what_is_empty_is_not_offloaded():
-    model, params, x = of_layers(lambda x: Empty(name="a")(x, x[:0]))
-    job = rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Empty)
-    (block,) = describe(job, "h200").stack.blocks
+    (block,) = describe(workload(of_layers(lambda x: Empty(name="a")(x, x[:0])), Empty), "h200").stack.blocks
     assert [residual.name for residual in block.residuals if residual.may_offload and not residual.bytes] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -12,9 +13,9 @@ import numpy as np
 import pytest
 
 from remat_jax.errors import InfeasibleBudget, PlanningError
-from remat_jax.solver import Block, BlockPolicy, HostLink, Prices, ResidualCosts, Solver, Stack, cheapest_policy, solve
+from remat_jax.solver import Block, BlockPolicy, HostLink, Prices, ResidualCosts, Solver, Stack, solve
 from remat_jax.solver.table import BlockTable
-from tests.solver_oracles import executable, ranges, solve_counts, verify
+from tests.solver_oracles import exact_plan, least_peak, verify
 
 STACKS = 250
 LLAMA = json.loads((Path(__file__).parent / "vectors" / "llama8b_layer.json").read_text())
@@ -63,46 +64,48 @@ def with_traffic(stack, draw):
 
 @pytest.fixture(scope="module")
 def beside_the_exact():
-    """For random stacks, each at one budget: the plan, the exact programme's plan, and the stack."""
+    """For random stacks, each at one budget: the plan, and the seconds of the exact programme's plan."""
     cases = []
     for seed in range(STACKS):
         draw = random.Random(seed)
         stack, host = drawn(draw)
-        solver = Solver(stack)
-        most = solver.plan(math.inf, host).peak_bytes
         if seed % 2:
             stack = with_traffic(stack, random.Random(seed))
-            solver = Solver(stack)
-        with pytest.raises(InfeasibleBudget) as caught:
-            solve_counts(stack, 1e-9, host, most_policies=3)
-        least = caught.value.least_bytes
+        solver = Solver(stack)
+        most = solver.plan(math.inf, host).peak_bytes
+        least = least_peak(stack, host)
         budget = least + draw.uniform(0.1, 1) * (most - least)
         if budget > 0:
             plan = solver.plan(budget, host)
-            assert verify(executable(stack, plan.policies)).peak_bytes <= budget * (1 + 1e-9)
-            assert plan.host_bytes <= host * (1 + 1e-9)
-            cases.append((plan, solve_counts(stack, budget, host, most_policies=3), stack))
+            outcome = verify(stack, plan)
+            assert outcome.peak_bytes <= budget * (1 + 1e-9) and outcome.host_peak_bytes <= host * (1 + 1e-9)
+            exact = exact_plan(stack, budget, host, most_policies=3)
+            cases.append((plan, stack.base_seconds + exact.extra_seconds))
     return cases
 
 
 def test_random_stacks_are_planned_as_the_exact_programme_plans_them(beside_the_exact):
-    slower = [max(0.0, plan.seconds - exact.seconds) / exact.seconds for plan, exact, _ in beside_the_exact]
+    slower = [max(0.0, plan.seconds - exact) / exact for plan, exact in beside_the_exact]
     assert len(slower) >= 0.98 * STACKS
     assert np.mean(np.array(slower) > 1e-6) <= 0.06 and np.quantile(slower, 0.99) <= 0.02 and max(slower) <= 0.25
 
 
 def test_no_exact_plan_is_below_the_bound(beside_the_exact):
-    assert all(plan.lower_bound <= exact.seconds * (1 + 1e-6) for plan, exact, _ in beside_the_exact)
+    assert all(plan.lower_bound <= exact * (1 + 1e-6) for plan, exact in beside_the_exact)
     # The bound is tight: half of the plans are within a hundredth of the step of it.
-    distance = [(plan.seconds - plan.lower_bound) / plan.seconds for plan, _, _ in beside_the_exact]
-    assert np.median(distance) <= 1e-2
+    assert np.median([(plan.seconds - plan.lower_bound) / plan.seconds for plan, _ in beside_the_exact]) <= 1e-2
+
+
+def runs(plan):
+    """The lengths of the runs of layers under one policy."""
+    return [len(list(layers)) for _, layers in itertools.groupby(plan.policies, lambda policy: policy.choices)]
 
 
 def test_no_kind_follows_more_policies_than_may_be():
     stack = llama()
     for most in (1, 2, 3):
         plan = solve(stack, 200e9, most_policies=most)
-        assert len({policy.choices for policy in plan.policies}) <= most and len(ranges(plan.policies)) <= most
+        assert len({policy.choices for policy in plan.policies}) <= most and len(runs(plan)) <= most
     with pytest.raises(PlanningError, match="most_policies=4; expected an integer, from 1 to 3"):
         solve(stack, 200e9, most_policies=4)
 
@@ -110,7 +113,7 @@ def test_no_kind_follows_more_policies_than_may_be():
 @pytest.mark.parametrize("known", LLAMA["known"], ids=lambda known: f"{known['budget_bytes']:.0f}")
 def test_a_llama_layer_is_planned_at_least_as_well_as_by_a_mix_of_hull_policies(known):
     plan = solve(llama(), known["budget_bytes"])
-    assert plan.peak_bytes <= known["budget_bytes"] and len(ranges(plan.policies)) <= 3
+    assert plan.peak_bytes <= known["budget_bytes"] and len(runs(plan)) <= 3
     assert plan.extra_seconds <= known["mix_of_hull_policies"]["extra_seconds"] * (1 + 1e-4)
     assert plan.lower_bound <= plan.seconds <= plan.lower_bound * 1.01
 
@@ -146,7 +149,7 @@ def test_ten_kinds_of_blocks_share_the_memory():
     stack = Stack(tuple(kinds), None, 85e9)
     solver = Solver(stack)
     most = solver.plan().peak_bytes
-    for share in (0.5, 0.7, 0.9):
+    for share in (0.5, 0.8):
         plan = solver.plan(share * most)
         assert plan.peak_bytes <= share * most and plan.seconds <= 1.01 * plan.lower_bound
 
@@ -160,29 +163,6 @@ def test_a_policy_that_is_made_known_is_not_beaten_by_the_plan():
     solver.add([policy] * 3)
     kept = 3 * policy.saved_bytes + policy.transient_bytes
     assert solver.plan(kept).extra_seconds <= 3 * policy.recompute_seconds
-
-
-@pytest.mark.parametrize("linked", [False, True])
-def test_the_cheapest_policy_of_a_block_is_the_cheapest_of_all(linked):
-    link = HostLink(20.0, 30.0, 0.5) if linked else None
-    for seed in range(60):
-        draw = random.Random(seed)
-        block = drawn(draw)[0].blocks[0]
-        table = BlockTable(block, link)
-        every = np.indices((4,) * len(block.residuals), np.int8).reshape(len(block.residuals), -1).T
-        every = every[table.legal(every)]
-        prices = Prices(draw.choice([0.0, 0.01, 0.1, 1.0]), draw.choice([0.0, 0.01]), draw.choice([0.0, 0.01, 0.1]))
-        least = table.cost(every, prices).min()
-        codes, bound = table.cheapest(prices)
-        assert table.cost(codes[None], prices)[0] == pytest.approx(least, rel=1e-6) and bound <= least * (1 + 1e-9) + 1e-12
-        policy = cheapest_policy(block, link, prices)
-        measured = (
-            policy.saved_bytes,
-            policy.saved_bytes + policy.transient_bytes,
-            policy.host_bytes,
-            policy.extra_seconds(link),
-        )
-        assert table.measures(codes[None])[0] == pytest.approx(measured)
 
 
 def test_a_block_that_keeps_only_its_input():

@@ -1,4 +1,4 @@
-"""Errors of planning problems, budgets and plans."""
+"""Errors of the solver's problems, budgets and policies."""
 
 from __future__ import annotations
 
@@ -7,28 +7,10 @@ import math
 import pytest
 
 from remat_jax.errors import InfeasibleBudget, PlanningError
-from remat_jax.solver import Block, BlockPolicy, HostLink, ResidualCosts, Stack
-from tests.solver_oracles import (
-    Chain,
-    Operation,
-    Option,
-    Program,
-    Stage,
-    Value,
-    forward_steps,
-    revolve,
-    segments_of_length,
-    shortening_segments,
-    solve_blocks,
-    solve_chain,
-    solve_counts,
-    solve_graph,
-    uniform_segments,
-)
+from remat_jax.solver import Block, BlockPolicy, HostLink, ResidualCosts, Stack, solve
 
 X = ResidualCosts("x", 8)
 LAYER = Block("layer", (X, ResidualCosts("up", 32, 0.5, ("x",))), 1, 2, repeats=3)
-STAGE = Stage("s", 1, 1, (Option("all", 3, 1, 2),))
 NAN, INF = float("nan"), math.inf
 
 
@@ -77,14 +59,6 @@ NAN, INF = float("nan"), math.inf
         (lambda: HostLink(0, 1), r"out_bytes_per_s=0; expected a finite number, greater than 0"),
         (lambda: HostLink(1, NAN), r"in_bytes_per_s=nan"),
         (lambda: HostLink(1, 1, 1.5), r"hidden_share=1.5; expected a share of the compute time, from 0 to 1"),
-        (lambda: Option("o", 1, 1, -1), r"Option 'o': backward_seconds=-1"),
-        (lambda: Stage("s", 4, 1, (Option("all", 3, 1, 2),)), r"option 'all' keeps 3 bytes, less than its output of 4"),
-        (lambda: Stage("s", 4, 1, ()), r"options is empty; give at least the one that saves everything"),
-        (lambda: Chain(()), r"Chain: stages is empty"),
-        (lambda: Chain((STAGE, STAGE)), r"names \['s'\] are used twice"),
-        (lambda: Chain((Stage("s", 1, 1, (Option("o", 1, 1, 1, 5),)),)), r"option with host_bytes; give the chain a link"),
-        (lambda: Program((Value("a"),), (Operation("f", 1, ("b",), ("a",)),)), r"values \['b'\] are named and not given"),
-        (lambda: Value("a", NAN), r"Value 'a': bytes=nan"),
         (lambda: BlockPolicy(LAYER, ("save",)), r"1 choices for 2 residuals"),
         (lambda: BlockPolicy(LAYER, ("recompute", "save")), r"'x' of 'layer' cannot be 'recompute'"),
         (lambda: BlockPolicy(LAYER, ("unused", "save")), r"'x' of 'layer' cannot be 'unused'"),
@@ -102,9 +76,8 @@ def test_a_policy_recomputes_only_from_what_is_there():
     assert BlockPolicy(block, ("unused", "save")).saved_bytes == 32
 
 
-@pytest.mark.parametrize("solve", [solve_blocks, solve_counts])
 @pytest.mark.parametrize(
-    ("budgets", "message"),
+    ("arguments", "message"),
     [
         ((0,), r"^budget=0; expected a number, greater than 0"),
         ((-1,), r"^budget=-1"),
@@ -114,66 +87,18 @@ def test_a_policy_recomputes_only_from_what_is_there():
         ((100, NAN), r"^host_budget=nan"),
     ],
 )
-def test_budgets_of_stacks(solve, budgets, message):
+def test_budgets(arguments, message):
     with pytest.raises(PlanningError, match=message):
-        solve(Stack((LAYER,)), *budgets)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: solve_chain(Chain((STAGE,)), 0), "budget=0"),
-        (lambda: solve_chain(Chain((STAGE,)), 5, NAN), "host_budget=nan"),
-        (lambda: solve_chain(Chain((STAGE,)), 5, slots=0), "slots=0"),
-        (lambda: solve_counts(Stack((LAYER,)), 99, most_policies=0), "most_policies=0"),
-        (lambda: forward_steps(0, 1), "steps=0"),
-        (lambda: forward_steps(1, 0), "slots=0"),
-        (lambda: revolve(2, 1, state_bytes=NAN), "state_bytes=nan"),
-        (lambda: segments_of_length(4, 5, 1, 1), "length=5; expected an integer, from 1 to 4"),
-        (lambda: uniform_segments(4, NAN, 1), "input_bytes=nan"),
-        (lambda: shortening_segments(4, 1, -1), "full_bytes=-1"),
-        (lambda: shortening_segments(True, 1, 1), "layers=True"),
-        (lambda: solve_graph(Program((), ())), r"goals \(\), expected one"),
-    ],
-)
-def test_arguments_of_solvers(call, message):
-    with pytest.raises(PlanningError, match=message):
-        call()
+        solve(Stack((LAYER,)), *arguments)
 
 
 def test_the_least_memory_is_named_with_the_host_budget_that_it_is_for():
     stack = Stack((LAYER,), HostLink(1, 1), fixed_bytes=1000)
-    with pytest.raises(InfeasibleBudget, match=r"budget=1000 is not enough: .* with host_budget=8 is 1048.0 bytes") as caught:
-        solve_counts(stack, 1000, 8)
+    with pytest.raises(InfeasibleBudget, match=r"budget=1000 is too small: .* with host_budget=8 is 1048.0 bytes") as caught:
+        solve(stack, 1000, 8)
     # One x is on the host; two are on the device, and everything of the last block, or of the block whose x returns.
     assert caught.value.least_bytes == 1048
     only = Stack((Block("b", (ResidualCosts("x", 8, may_save=False),), 1, 1),), HostLink(1, 1), offload_last=True)
-    for solve in (solve_blocks, solve_counts):
-        with pytest.raises(
-            InfeasibleBudget, match="host_budget=5: the residuals that can only be offloaded do not fit"
-        ) as caught:
-            solve(only, 100, 5)
-        assert caught.value.least_bytes is None
-    stages = (Stage("s", 1, 1, (Option("away", 1, 1, 1, 8),)),)
-    with pytest.raises(InfeasibleBudget, match="host_budget=5"):
-        solve_chain(Chain(stages, link=HostLink(1, 1)), 100, 5)
-
-
-@pytest.mark.parametrize("solve", [solve_blocks, solve_counts])
-@pytest.mark.parametrize("unit", [1, 2**30, 2**40])
-def test_arrays_of_any_size_are_planned_alike(solve, unit):
-    """HiGHS drops coefficients below 1e-9, such as a byte's beside a gibibyte's."""
-    residuals = (
-        ResidualCosts("x", 8 * unit),
-        ResidualCosts("up", 32 * unit, 0.5, ("x",)),
-        ResidualCosts("act", 32 * unit, 0.25, ("up",)),
-    )
-    stack = Stack((Block("layer", residuals, 1, 2, working_bytes=16 * unit, repeats=6),), fixed_bytes=100 * unit)
-    with pytest.raises(InfeasibleBudget) as caught:
-        solve(stack, 100 * unit)
-    # Six inputs, and all three arrays of the block whose backward pass runs.
-    assert caught.value.least_bytes == pytest.approx((100 + 6 * 8 + 64 + 16) * unit, rel=1e-6)
-    # The last layer keeps everything, which is alive anyway when its backward pass runs; three of the others may keep `up`.
-    plan = solve(stack, (100 + 6 * 8 + 64 + 16 + 3 * 32) * unit)
-    assert plan.extra_seconds == pytest.approx(5 * 0.75 - 3 * 0.5)
-    assert plan.peak_bytes == (100 + 6 * 8 + 64 + 16 + 3 * 32) * unit
+    with pytest.raises(InfeasibleBudget, match="host_budget=5: the residuals that can only be offloaded do not fit") as caught:
+        solve(only, 100, 5)
+    assert caught.value.least_bytes is None

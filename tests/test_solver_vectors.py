@@ -1,193 +1,54 @@
-"""The planner against known answers: `vectors/planner.json`, each entry with its model, and another project's tables."""
+"""The solver and the simulator against known answers: by hand, and `vectors/planner.json`, each entry with its model."""
 
 from __future__ import annotations
 
 import json
-import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from checkpoint_schedules.hrevolve_sequences.revolve import get_opt_0_table
-from checkpoint_schedules.multistage import optimal_steps_binomial
 
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.solver import Block, HostLink, ResidualCosts, Stack
-from tests.solver_oracles import (
-    Chain,
-    ChainSolver,
-    Operation,
-    Option,
-    Program,
-    Stage,
-    Value,
-    chain_program,
-    forward_steps,
-    revolve,
-    segments_of_length,
-    shortening_segments,
-    solve_blocks,
-    solve_chain,
-    solve_counts,
-    solve_graph,
-    sqrt_segments,
-    uniform_segments,
-    verify,
-)
+from remat_jax.solver import Block, BlockPolicy, HostLink, ResidualCosts, Stack, solve, stack_plan
+from tests.solver_oracles import every_policy, simulate, verify
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "planner.json").read_text())
-STACK_SOLVERS = pytest.mark.parametrize("solve", [solve_blocks, solve_counts])
+LAYER = Block("layer", (ResidualCosts("x", 8), ResidualCosts("up", 32, 0.5, ("x",))), 1, 2, 5, 3, repeats=2)
+STACK = Stack((LAYER,), HostLink(8, 4), 100, offload_last=True)
 
 
-def entry(name):
-    return {key: value for key, value in VECTORS[name].items() if key != "_"}
+@pytest.mark.parametrize(
+    ("choices", "seconds", "peak", "host"),
+    [
+        # Each keeps the input of 3. The running block has all of its 40 and 5 more.
+        (("save", "save"), 6, 100 + 2 * 43 + 5, 0),
+        (("save", "recompute"), 7, 100 + 2 * 11 + 32 + 5, 0),
+        # x leaves in its forward second, and returns in 2 seconds, which the backward pass hides.
+        (("offload", "recompute"), 7, 100 + 2 * 3 + 40 + 5, 16),
+        # 5 seconds out, 1 hidden; 10 back, 2 hidden.
+        (("offload", "offload"), 6 + 2 * (4 + 8), 100 + 2 * 3 + 40 + 5, 80),
+    ],
+)
+def test_a_stack_by_hand(choices, seconds, peak, host):
+    plan = stack_plan(STACK, [BlockPolicy(block, choices) for block in STACK.positions()])
+    outcome = simulate(STACK, plan.policies)
+    assert (outcome.seconds, outcome.peak_bytes, outcome.host_peak_bytes) == (seconds, peak, host)
+    assert (plan.seconds, plan.peak_bytes, plan.host_bytes) == (seconds, peak, host)
 
 
-def test_every_entry_is_used():
-    used = {"revolve_total_forward_steps", "chen_two_level_uniform", "rotor_heterogeneous_persistent", "knapsack"}
-    used |= {"checkmate_unit_linear_graph", "save_recompute_offload", "rotor_uniform_chain_persistent"}
-    assert set(VECTORS) == used
-
-
-@pytest.mark.parametrize("steps", [10, 64])
-def test_revolve(steps):
-    for slots, total in entry("revolve_total_forward_steps")[f"n={steps}"].items():
-        assert forward_steps(steps, int(slots)) == total
-        plan = revolve(steps, int(slots), state_bytes=7.0, forward_seconds=1.0, backward_seconds=0.0)
-        outcome = verify(plan)
-        assert (outcome.seconds, plan.lower_bound) == (total, total)
-        # The kept states, and the working state.
-        assert outcome.peak_bytes <= 7 * (int(slots) + 1)
-
-
-@pytest.mark.parametrize("steps", range(1, 61))
-def test_revolve_against_checkpoint_schedules(steps):
-    table = get_opt_0_table(steps, 12, 3, 5)
-    for slots in range(1, 13):
-        assert forward_steps(steps, slots) == optimal_steps_binomial(steps, slots)
-        # Its chain of l steps has one more backward step, and backward steps do not run forward.
-        assert (forward_steps(steps, slots) - steps) * 3 + steps * 5 == table[slots][steps - 1]
-    plan = revolve(steps, min(steps, 5))
-    assert verify(plan).seconds == optimal_steps_binomial(steps, min(steps, 5)) + steps
-
-
-@pytest.mark.parametrize(("full", "layers"), [(17, 32), (17, 64), (1, 64)])
-def test_uniform_segments(full, layers):
-    expected = entry("chen_two_level_uniform")["a_full=17*a_in" if full == 17 else "a_full=a_in"][f"L={layers}"]
-    plan = uniform_segments(layers, 3.0, 3.0 * full)
-    assert verify(plan).peak_bytes == 3 * expected["peak"]
-    assert plan.lengths[-1] == expected["g"]
-    assert min(segments_of_length(layers, g, 3, 3 * full).peak_bytes for g in range(1, layers + 1)) == 3 * expected["peak"]
-    assert (
-        shortening_segments(layers, 3.0, 3.0 * full).peak_bytes
-        <= plan.peak_bytes
-        <= sqrt_segments(layers, 3, 3 * full).peak_bytes
-    )
-
-
-def uniform_chain(stages):
-    return Chain(tuple(Stage(f"s{index}", 1, 1, (Option("all", 3, 1, 2),)) for index in range(stages)), 1)
-
-
-def different_chain():
-    outputs, full, forward, backward = (2, 1, 2, 1), (4, 3, 5, 3), (2, 1, 3, 1), (4, 2, 6, 2)
-    rows = enumerate(zip(outputs, full, forward, backward, strict=True))
-    return Chain(tuple(Stage(f"s{index}", a, f, (Option("all", bar, f, b),)) for index, (a, bar, f, b) in rows), 1)
-
-
-def test_the_uniform_chain():
-    for budget, makespan in enumerate(VECTORS["rotor_uniform_chain_persistent"]["L=4"], 6):
-        plan = solve_chain(uniform_chain(4), budget)
-        assert verify(plan).seconds == makespan
-        assert plan.peak_bytes <= budget
-    with pytest.raises(InfeasibleBudget, match="least that can be reached is 6.0 bytes") as caught:
-        solve_chain(uniform_chain(4), 5)
-    assert caught.value.least_bytes == 6
-
-
-def bounds(text):
-    """The budgets of an entry such as "9-10", "<=8" or ">=17"."""
-    if text[:2] in ("<=", ">="):
-        edge = int(text[2:])
-        return [edge - 2, edge] if text[0] == "<" else [edge, edge + 20]
-    low, high = map(int, text.split("-"))
-    return list(range(low, high + 1))
-
-
-def test_the_chain_of_different_stages():
-    for text, makespan in entry("rotor_heterogeneous_persistent").items():
-        for budget in bounds(text) if text[0] in "<>19" else []:
-            if makespan is None:
-                with pytest.raises(InfeasibleBudget, match="least that can be reached is 9.0"):
-                    solve_chain(different_chain(), budget)
-            else:
-                plan = solve_chain(different_chain(), budget)
-                assert verify(plan).seconds == makespan
-                assert plan.peak_bytes <= budget
-
-
-@pytest.mark.parametrize(("chain", "faster"), [(uniform_chain(4), {11: 13}), (different_chain(), {13: 23, 14: 23})])
-def test_schedules_that_are_not_persistent_are_at_least_as_good_and_sometimes_better(chain, faster):
-    """The entries' notes say where; so the search, which knows no chains, judges the chain's programme too."""
-    for budget in range(9, 19):
-        free = solve_graph(chain_program(chain), budget)
-        assert verify(free).peak_bytes <= budget
-        assert free.seconds == faster.get(budget, solve_chain(chain, budget).seconds)
-
-
-def test_host_memory_is_shared_by_the_stages_of_a_chain():
-    """Each stage keeps 4, or 1 and 8 on the host, with copies that its compute hides. In 7 bytes each saves one run."""
-    options = (Option("all", 4, 1, 2), Option("away", 1, 1, 2, 8, 0, 1))
-    chain = Chain(tuple(Stage(f"s{index}", 1, 1, options) for index in range(3)), 1, HostLink(8, 8))
-    for host_budget, least, seconds in ((0, 7, 12), (8, 5, 11), (16, 5, 10), (24, 5, 9), (math.inf, 5, 9)):
-        solver = ChainSolver(chain, host_budget)
-        assert solver.least_bytes == least
-        assert verify(solver.plan(least)).host_peak_bytes <= host_budget
-        outcome = verify(solver.plan(7))
-        assert outcome.seconds == seconds
-        assert outcome.host_peak_bytes == min(host_budget, 24)
-
-
-def linear_graph(n):
-    values = tuple(Value(f"v{index}", 1) for index in range(2 * n + 1))
-    operations = []
-    for index in range(2 * n + 1):
-        reads = (f"v{index - 1}",) if index else ()
-        reads += (f"v{2 * n - index}",) if index > n else ()
-        operations.append(Operation(f"compute {index}", 1, reads, (f"v{index}",)))
-    return Program(values, tuple(operations), goal=(f"v{2 * n}",))
-
-
-@pytest.mark.parametrize(("n", "budget"), [(4, 3), (4, 4), (4, 5), (4, 6), (8, 3), (8, 4), (8, 5), (8, 6), (8, 10)])
-def test_the_unit_graph(n, budget):
-    plan = solve_graph(linear_graph(n), budget)
-    assert verify(plan).seconds == VECTORS["checkmate_unit_linear_graph"][f"n={n}"][str(budget)]
-    assert plan.peak_bytes <= budget
-
-
-@pytest.mark.parametrize("budget", [7, 8, 9])
-def test_the_unit_graph_where_most_sets_are_possible(budget):
-    assert solve_graph(linear_graph(8), budget).seconds == VECTORS["checkmate_unit_linear_graph"]["n=8"][str(budget)]
-
-
-def test_the_unit_graph_does_not_fit_into_two():
-    with pytest.raises(InfeasibleBudget, match="least that can be reached is 3.0"):
-        solve_graph(linear_graph(8), 2)
-
-
-@STACK_SOLVERS
-@pytest.mark.parametrize("case", range(len(VECTORS["knapsack"]["cases"])))
-def test_the_knapsack(case, solve):
+@pytest.mark.parametrize("case", VECTORS["knapsack"]["cases"])
+def test_the_knapsack(case):
     """Independent residuals: saved ones are not recomputed."""
-    sizes, seconds, capacity, value, _ = VECTORS["knapsack"]["cases"][case]
+    sizes, seconds, capacity, value, _ = case
     residuals = tuple(ResidualCosts(f"r{at}", size, time) for at, (size, time) in enumerate(zip(sizes, seconds, strict=True)))
-    block = Block("block", residuals, 0, 0, recomputed_share=0)
-    plan = solve(Stack((block,)), capacity)
-    verify(plan)
-    assert plan.extra_seconds == sum(seconds) - value
-    assert plan.ranges[0].policy.saved_bytes <= capacity
+    stack = Stack((Block("block", residuals, 0, 0, recomputed_share=0),))
+    plan = solve(stack, capacity)
+    verify(stack, plan)
+    assert plan.extra_seconds == sum(seconds) - value and plan.policies[0].saved_bytes <= capacity
 
 
-def three_blocks(link):
+@pytest.mark.parametrize(("key", "link"), [("no_offload", None), ("with_offload", HostLink(0.5, 0.5))])
+def test_save_recompute_and_offload(key, link):
     residuals = (
         ResidualCosts("a", 2),
         ResidualCosts("b", 4, 1, ("a",)),
@@ -195,20 +56,69 @@ def three_blocks(link):
         ResidualCosts("d", 4, 3, ("c",)),
     )
     block = Block("layer", residuals, 10, 20, repeats=3, recomputed_share=0, fetched_share=0)
-    return Stack((block,), link, offload_last=True)
-
-
-@STACK_SOLVERS
-@pytest.mark.parametrize(("key", "link"), [("no_offload", None), ("with_offload", HostLink(0.5, 0.5))])
-def test_save_recompute_and_offload(key, link, solve):
-    vectors = VECTORS["save_recompute_offload"]
+    stack, vectors = Stack((block,), link, offload_last=True), VECTORS["save_recompute_offload"]
     for budget, extra in zip(vectors["budget"], vectors[key], strict=True):
-        plan = solve(three_blocks(link), budget)
-        outcome = verify(plan)
-        assert plan.extra_seconds == pytest.approx(extra, abs=1e-9)
-        assert outcome.seconds == pytest.approx(90 + extra)
-        assert outcome.peak_bytes <= budget
+        plan = solve(stack, budget)
+        assert plan.extra_seconds == pytest.approx(extra, abs=1e-9) and verify(stack, plan).peak_bytes <= budget
     if link is None:
-        with pytest.raises(InfeasibleBudget, match="least that can be reached is 6"):
-            solve(three_blocks(link), 5.9)
-    assert solve(three_blocks(link), math.inf).extra_seconds == 0
+        with pytest.raises(InfeasibleBudget, match="the least peak memory found is 6"):
+            solve(stack, 5.9)
+
+
+def test_what_is_computed_again_hides_what_comes_back():
+    """10 seconds of copies return beside 3 of recomputing: 10 in all. Offloading the other residual too takes 11."""
+    residuals = (ResidualCosts("a", 10, may_save=False), ResidualCosts("b", 1, 3, may_save=False))
+    block = Block("layer", residuals, 100, 0, fetched_share=0, recomputed_share=0)
+    stack = Stack((block,), HostLink(1, 1), offload_last=True)
+    plan = solve(stack)
+    verify(stack, plan)
+    assert plan.extra_seconds == 10 and plan.policies[0].of == {"a": "offload", "b": "recompute"}
+
+
+def test_towers_share_one_budget():
+    """Vision tower, language model and head: the head's logits are alive after both others have kept their arrays."""
+
+    def block(name, size, seconds, **more):
+        return Block(name, (ResidualCosts("x", size), ResidualCosts("up", 4 * size, seconds, ("x",))), 1, 2, **more)
+
+    language = block("language", 4, 2.0, repeats=18)
+    stack = Stack((block("vision", 2, 0.5, repeats=27), language, block("head", 1, 0.1, working_bytes=200)))
+    budget = 200 + 27 * 2 + 18 * 20 + 5 + 5
+    plan = solve(stack, budget)
+    assert verify(stack, plan).peak_bytes <= budget
+    # A byte of the language model is worth 1/8 of a second, of the tower 1/16. The head's bytes cost nothing: they are alive
+    # anyway when the head's backward pass runs, which needs most.
+    saved = Counter(policy.block.name for policy in plan.policies if policy.of["up"] == "save")
+    assert saved == {"language": 18, "head": 1} and plan.extra_seconds == pytest.approx(27 * 0.5)
+
+
+def test_one_policy_for_all_layers_is_the_best_that_all_can_follow_and_the_last_offloads_nothing():
+    residuals = tuple(ResidualCosts(f"r{at}", 3.0 + 5 * at % 7, 0.1 + 0.3 * (at % 3)) for at in range(6))
+    layer = Block("layer", residuals, 4, 8, 10, repeats=80)
+    most = solve(Stack((layer,))).peak_bytes
+    rows = every_policy(layer, None)[1]
+    alike = 80 * rows[80 * rows[:, 0] + rows[:, 1] <= 0.5 * most, 3].min()
+    assert solve(Stack((layer,)), 0.5 * most, most_policies=1).extra_seconds == pytest.approx(alike)
+    plan = solve(Stack((layer,), HostLink(20, 20)), 0.3 * most)
+    assert plan.policies[-1].host_bytes == 0 < plan.host_bytes
+    # The runs that save most are nearest the loss.
+    transient = [policy.transient_bytes for policy in plan.policies[:-1]]
+    assert transient == sorted(transient, reverse=True)
+
+
+@pytest.mark.parametrize("unit", [1, 2**30, 2**40])
+def test_arrays_of_any_size_are_planned_alike(unit):
+    residuals = (
+        ResidualCosts("x", 8 * unit),
+        ResidualCosts("up", 32 * unit, 0.5, ("x",)),
+        ResidualCosts("act", 32 * unit, 0.25, ("up",)),
+    )
+    stack = Stack((Block("layer", residuals, 1, 2, working_bytes=16 * unit, repeats=6),), fixed_bytes=100 * unit)
+    with pytest.raises(InfeasibleBudget) as caught:
+        solve(stack, 100 * unit)
+    # Six inputs, and all three arrays of the block whose backward pass runs.
+    least = (100 + 6 * 8 + 64 + 16) * unit
+    assert caught.value.least_bytes == pytest.approx(least, rel=1e-3)
+    # The last layer keeps everything, which is alive anyway when its backward pass runs; three of the others may keep `up`.
+    plan = solve(stack, least + 3 * 32 * unit)
+    assert plan.extra_seconds == pytest.approx(5 * 0.75 - 3 * 0.5) and plan.peak_bytes == least + 3 * 32 * unit
