@@ -51,7 +51,7 @@ def run(folder: Path, command: str, **environment: str) -> subprocess.CompletedP
 
 
 def test_a_table_has_no_control_character_and_no_letter_that_the_encoding_lacks(folder: Path) -> None:
-    """Neither has what the command writes to the other stream, with one of them closed."""
+    """Standard output is read while standard error is closed, and the other way round."""
     table = run(folder, f"{MEASURE} 2>&-", PYTHONIOENCODING="ascii")
     assert table.returncode == 0 and without_control_characters(table.stdout)
     text = table.stdout.decode("ascii")
