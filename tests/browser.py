@@ -1,11 +1,4 @@
-"""A headless Chromium for tests of pages, over the DevTools protocol's pipe: no port, no library, no driver.
-
-with Browser() as browser:
-    tab = browser.open(path)
-    tab.click("#rows button")
-    tab.type("#filter", "bias")
-    assert tab.value("document.title") == "…" and tab.requests == [path.as_uri()]
-"""
+"""A headless Chromium for tests of pages, over the DevTools protocol's pipe: no port, no library, no driver."""
 
 from __future__ import annotations
 
@@ -20,14 +13,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-OPTIONS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-extensions",
-    "--remote-debugging-pipe",
-)
+OPTIONS = "--headless=new --no-sandbox --disable-gpu --no-first-run --disable-extensions --remote-debugging-pipe".split()
 PATIENCE = 60
 """The browser counts as dead after this many seconds without an answer."""
 
@@ -180,7 +166,3 @@ class Tab:
         """Press a key without a character, by its name and its code, such as `Tab` and 9."""
         for kind in ("rawKeyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
-
-    def ready_ms(self) -> float:
-        """Milliseconds from the navigation to the page's load event, by the page's own clock."""
-        return float(self.value("performance.getEntriesByType('navigation')[0].loadEventStart"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable
@@ -27,8 +28,9 @@ def by_layer(kind: str) -> str:
     return f"{LAYERS} x off | {BY_LAYER}" if kind == "gan" else BY_LAYER
 
 
+@functools.cache
 def taken(kind: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """An example's step and its arguments."""
+    """An example's step and its arguments. Call the step by `results`, which leaves the arguments as they are."""
     module = importlib.import_module(f"examples.steps.{kind}")
     return module.train_step, module.example_args()
 
@@ -39,10 +41,12 @@ def in_float64(args: Any) -> Any:
     def wide(leaf: Any) -> Any:
         return leaf.astype(jnp.float64) if getattr(leaf, "dtype", None) == jnp.float32 else leaf
 
-    for arg in args:
-        if isinstance(arg, nnx.Module):
-            nnx.update(arg, jax.tree.map(wide, nnx.state(arg)))
-    return jax.tree.map(wide, args, is_leaf=lambda leaf: isinstance(leaf, nnx.Module))
+    def wide_object(arg: Any) -> Any:
+        arg = nnx.clone(arg)
+        nnx.update(arg, jax.tree.map(wide, nnx.state(arg)))
+        return arg
+
+    return tuple(wide_object(arg) if isinstance(arg, nnx.Module) else jax.tree.map(wide, arg) for arg in args)
 
 
 def results(step: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
@@ -65,3 +69,10 @@ def results(step: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
 
 def of_squares(params: Any, x: jax.Array) -> jax.Array:
     return (Net().apply({"params": params}, x) ** 2).mean()
+
+
+def assert_same_results(step: Callable[..., Any], policed: Callable[..., Any], args: Any, tolerance: float = 2e-6) -> None:
+    plain, under_policies = results(step, args), results(policed, args)
+    assert len(plain) == len(under_policies) > 1
+    for one, other in zip(plain, under_policies, strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=min(tolerance, 1e-6))

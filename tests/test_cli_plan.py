@@ -34,21 +34,19 @@ def file(tmp_path_factory):
     return path
 
 
+def command(*arguments):
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
 def run(*arguments):
-    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+    return command("plan", *arguments)
 
 
 def test_the_plan_is_printed_written_and_drawn(file, tmp_path):
     page, saved, plot = tmp_path / "plan.html", tmp_path / "plan.json", tmp_path / "plan.svg"
     done = run(f"{file}:job", "-b", "9 MiB", "--target", "cpu", "--html", page, "--save", saved, "--plot", plot, "--explain")
     assert done.exit_code == 0, done.stderr
-    for said in (
-        "Plan for perceptrons on cpu within 9.0 MiB",
-        "MlpLayer 0",
-        "The plan and the named policies",
-        "this plan",
-        "full",
-    ):
+    for said in ("Plan for perceptrons on cpu within 9.0 MiB", "MlpLayer 0", "The plan and the named policies", "this plan"):
         assert said in done.stdout
     assert " more would save " in done.stdout and "recomputing it takes" in done.stdout
     assert "tracing" in done.stderr and "compiling " in done.stderr
@@ -63,29 +61,24 @@ def test_the_plan_is_printed_written_and_drawn(file, tmp_path):
 
 
 def test_the_file_of_a_plan_is_a_policy(file, tmp_path):
-    saved, unrolled_file = tmp_path / "plan.json", tmp_path / "other.py"
-    assert run(f"{file}:job", "-b", "9 MiB", "--target", "cpu", "--save", saved).exit_code == 0
-    made = rj.Plan.load(saved)
-
-    def asked(*arguments):
-        return CliRunner().invoke(app, [*map(str, arguments)])
-
-    result = asked(
-        "measure", f"{file}:job", "-p", saved, "-p", "full", "--diff", "full", saved, "--residuals", "--json", "--target", "cpu"
-    )
+    saved, unrolled = tmp_path / "plan.json", tmp_path / "other.py"
+    unrolled.write_text(file.read_text().replace("scanned=True", "scanned=False"))
+    made = rj.plan(job(scanned=True), "9 MiB", "cpu")
+    made.save(saved)
+    policies = ["-p", saved, "-p", "full", "--diff", "full", saved, "--residuals", "--json", "--target", "cpu"]
+    result = command("measure", f"{file}:job", *policies)
     data = json.loads(result.stdout)
     assert result.exit_code == 0 and [report["policy"] for report in data["reports"]] == [str(saved), "full"]
     assert data["reports"][0]["device_bytes"] == made.device_bytes > data["reports"][1]["device_bytes"]
     assert data["residuals"][0]["policy"] == data["diff"]["after"] == str(saved)
     assert data["diff"]["device_bytes"] == made.device_bytes - data["reports"][1]["device_bytes"]
-    diagnosed = asked("doctor", f"{file}:job", "-p", saved, "--target", "none")
+    diagnosed = command("doctor", f"{file}:job", "-p", saved, "--target", "none")
     title = f"perceptrons under {saved} (traced, not compiled): no traps"
     assert diagnosed.exit_code == 0 and title in diagnosed.stdout.replace("\n", ""), diagnosed.stdout
-    unrolled_file.write_text(file.read_text().replace("scanned=True", "scanned=False"))
-    for command in ("measure", "doctor"):
-        gone = asked(command, f"{file}:job", "-p", tmp_path / "none.json")
+    for name in ("measure", "doctor"):
+        gone = command(name, f"{file}:job", "-p", tmp_path / "none.json")
         assert gone.exit_code == 2 and "no such file; write one with remat-jax plan --save" in gone.stderr
-        wrong = asked(command, f"{unrolled_file}:job", "-p", saved)
+        wrong = command(name, f"{unrolled}:job", "-p", saved)
         assert wrong.exit_code == 2 and "Traceback" not in wrong.stderr and "another" in wrong.stderr, wrong.stderr
 
 
@@ -190,6 +183,8 @@ def test_what_a_finished_step_cannot_have_is_bad_usage(file):
     for arguments in (["--allow", "head_in_chunks"], ["--mesh", "data=2", "--target", "2xh200"]):
         done = run(f"{file}:step", "-b", "9 MiB", "--target", "cpu", *arguments)
         assert done.exit_code == 2 and "is a finished step" in done.stderr
+    done = run(f"{file}:step", "--budget", "9 MiB", "--target", "cpu")
+    assert done.exit_code == 2 and "block='layers': the glob matches no path of a called module" in done.stderr
 
 
 def test_the_default_target_of_all_commands_is_one():
@@ -197,8 +192,3 @@ def test_the_default_target_of_all_commands_is_one():
     defaults = {name: {each.name: each.default for each in sub.params} for name, sub in command.commands.items()}
     targets = {name: options["target"] for name, options in defaults.items() if "target" in options}
     assert targets == dict.fromkeys(("batch", "demo", "doctor", "measure", "plan", "report"), "h200")
-
-
-def test_a_step_that_does_not_call_its_blocks_cannot_be_planned(file):
-    done = run(f"{file}:step", "--budget", "9 MiB", "--target", "cpu")
-    assert done.exit_code == 2 and "block='layers': the glob matches no path of a called module" in done.stderr

@@ -43,8 +43,12 @@ def test_held_values_keep_their_bits_whatever_they_wait_for() -> None:
     assert list(map(bits, held[: len(VALUES)])) == list(map(bits, VALUES))
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (1, 8), (15, 8), (64, 4), (33, 8), (5, 4, 3), (1, 40, 3), (2, 1, 1)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+SHAPES = [(), (5,), (1, 8), (15, 8), (64, 4), (33, 8), (5, 4, 3), (1, 40, 3), (2, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [*((shape, "float32") for shape in SHAPES), ((15, 8), "bfloat16"), ((33, 8), "int8")]
+)
 def test_a_fetched_array_keeps_its_bits(shape: tuple[int, ...], dtype: str) -> None:
     value = jnp.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
     fetched = jax.jit(lambda x: data_ties._fetched(jax.device_put(x, HOST), x, jax.device_put(x, HOST)))(value)
@@ -66,7 +70,7 @@ def test_only_a_program_for_one_tpu_is_tied_by_data(platform: str, devices: int,
     assert ("stablehlo.select" in lowered) == ("stablehlo.remainder" in lowered) == tied
 
 
-@pytest.mark.parametrize("dtype", ["float64", "int64", "uint8", "complex128"])
+@pytest.mark.parametrize("dtype", ["float64", "int64", "complex128"])
 def test_a_program_with_64_bits_is_tied_too(dtype: str) -> None:
     with jax.enable_x64(True):
         lowered = text(program, jax.ShapeDtypeStruct((64, 8), dtype), platform="tpu")

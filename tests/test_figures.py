@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import figures
 
-LIGHT = ["python -m benchmarks.targets"]
+LIGHT = "python -m benchmarks.targets"
 
 # Pages whose command writes their tables in its own way.
 WRITTEN_WHOLE = {
@@ -34,41 +34,28 @@ def tables_of_figures(text: str) -> list[str]:
     return tables
 
 
-def test_no_block_is_stale() -> None:
-    stale = {table.command for table in figures.blocks() if table.is_stale}
-    assert stale == set(), "run make figures ARGS=…"
-
-
-@pytest.mark.parametrize("command", LIGHT)
-def test_light_commands_print_what_the_page_has(command: str) -> None:
-    (table,) = (table for table in figures.blocks() if table.command == command)
-    assert table.run().strip() == table.text and table.text.count("|") > 50
-
-
-def test_every_mark_is_a_block() -> None:
+def test_no_block_is_stale_and_every_mark_is_a_block() -> None:
     """A misspelt mark, or one without an end, would be no block and so never stale."""
+    blocks = figures.blocks()
+    assert {table.command for table in blocks if table.is_stale} == set(), "run make figures ARGS=…"
     marks = sum(page.read_text(encoding="utf-8").count("<!-- figures:") for page in figures.pages())
-    assert marks == len(figures.blocks()) >= 8
-    assert all(table.text.startswith(("| ", "```text\n")) for table in figures.blocks())
+    assert marks == len(blocks) >= 8 and all(table.text.startswith(("| ", "```text\n")) for table in blocks)
+    recorded = [table.command for table in blocks if table.is_recorded]
+    assert len(recorded) > 20 and all(map(figures.digest_of, recorded))
 
 
-def test_recorded_tables_name_a_command_of_this_repository() -> None:
-    recorded = [table for table in figures.blocks() if table.is_recorded]
-    assert len(recorded) > 20 and not any(table.is_stale for table in recorded)
-    assert all(figures.digest_of(table.command) for table in recorded)
+def test_a_light_command_prints_what_the_page_has() -> None:
+    (table,) = (table for table in figures.blocks() if table.command == LIGHT)
+    assert table.run().strip() == table.text and table.text.count("|") > 50
 
 
 @pytest.mark.parametrize("page", figures.pages(), ids=lambda page: page.relative_to(figures.ROOT).as_posix())
 def test_every_table_of_figures_has_a_mark(page: Path) -> None:
-    if page.relative_to(figures.ROOT).as_posix() in WRITTEN_WHOLE:
-        return
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    assert tables_of_figures(re.sub(r"<!-- figures: .*?<!-- end of figures -->", "", text, flags=re.DOTALL)) == []
-
-
-def test_tables_of_figures_are_told_from_tables_of_words() -> None:
     words = "| a | b |\n| --- | --- |\n| what | 3 things |\n| and | what |\n"
     assert tables_of_figures(words) == [] and tables_of_figures(words.replace("what", "7")) == ["| a | b |"]
+    if page.relative_to(figures.ROOT).as_posix() not in WRITTEN_WHOLE:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        assert tables_of_figures(re.sub(r"<!-- figures: .*?<!-- end of figures -->", "", text, flags=re.DOTALL)) == []
 
 
 def test_a_digest_is_of_code_and_not_of_its_words(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,30 +79,22 @@ def test_a_digest_is_of_code_and_not_of_its_words(tmp_path, monkeypatch: pytest.
         figures.digest_of("make tea")
 
 
-def test_writing_replaces_one_block_and_nothing_else(tmp_path) -> None:
-    command, page = LIGHT[0], tmp_path / "page.md"
-    page.write_text(f"Before.\n\n<!-- figures: {command} @ older -->\n\n| old |\n\n<!-- end of figures -->\n\nBehind.\n")
-    figures.write(page, command, "| new |\n")
-    digest = figures.digest_of(command)
-    assert page.read_text() == (
-        f"Before.\n\n<!-- figures: {command} @ {digest} -->\n\n| new |\n\n<!-- end of figures -->\n\nBehind.\n"
-    )
-    with pytest.raises(LookupError, match="has 0 blocks of 'python -m benchmarks.segments'"):
-        figures.write(page, "python -m benchmarks.segments", "| new |")
-
-
-def test_output_that_is_no_table_is_fenced_and_variables_are_set(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_replaces_one_block_and_fences_what_is_no_table(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "speed.py").write_text("import os\n\nprint(os.environ['A_B'], 'km/h  ')\n")
     command, page = "A_B='7 8' python benchmarks/speed.py", tmp_path / "page.md"
-    page.write_text(f"<!-- figures: {command} @ recorded 2026-11-24 0f3c81d -->\n\n| old |\n\n<!-- end of figures -->\n")
+    mark = f"<!-- figures: {command} @ recorded 2026-11-24 0f3c81d -->"
+    page.write_text(f"Before.\n\n{mark}\n\n| old |\n\n<!-- end of figures -->\n\nBehind.\n")
     monkeypatch.setattr(figures, "pages", lambda: [page])
     (table,) = figures.blocks()
     assert table.is_recorded and not table.is_stale
     figures.write(page, command, table.run())
     (table,) = figures.blocks()
     assert table.text == "```text\n7 8 km/h\n```" and not table.is_recorded and not table.is_stale
+    assert page.read_text().startswith("Before.\n\n<!--") and page.read_text().endswith("-->\n\nBehind.\n")
+    with pytest.raises(LookupError, match="has 0 blocks of 'python -m benchmarks.segments'"):
+        figures.write(page, "python -m benchmarks.segments", "| new |")
 
 
 def test_a_command_that_fails_writes_nothing(tmp_path) -> None:

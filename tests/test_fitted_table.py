@@ -39,11 +39,7 @@ def cells(text: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(
     ("width", "left_out"),
-    [
-        (120, ""),
-        (80, "memory, time, over keeping everything."),
-        (60, "memory, host, step, time, over keeping everything."),
-    ],
+    [(120, ""), (80, "memory, time, over keeping everything."), (60, "memory, host, step, time, over keeping everything.")],
 )
 def test_the_named_policies_keep_their_names_and_verdicts(width: int, left_out: str) -> None:
     text = render(named_table(PLAN), width)
@@ -72,18 +68,17 @@ FINDING = Finding("miscompiled_offload", "offload_dot_with_no_batch_dims", "trai
 BATCHES = BatchTable(tuple(BatchRow(size, PLAN, 2**29) for size in (1024, 2048)), "h200", 2**30)
 
 
+TABLES = {
+    "policies": lambda width: of_command("policies", width),
+    "targets": lambda width: of_command("targets", width),
+    "changes": lambda width: render(beyond_table(BEYOND), width),
+    "batches": lambda width: render(BATCHES, width),
+    "doctor": lambda width: render(Diagnosis("job", "offload_dot_with_no_batch_dims", "h200", (FINDING,), 1), width),
+}
+
+
 @pytest.mark.parametrize("width", [80, 60])
-@pytest.mark.parametrize(
-    "shown",
-    [
-        lambda width: of_command("policies", width),
-        lambda width: of_command("targets", width),
-        lambda width: render(beyond_table(BEYOND), width),
-        lambda width: render(BATCHES, width),
-        lambda width: render(Diagnosis("job", "offload_dot_with_no_batch_dims", "h200", (FINDING,), 1), width),
-    ],
-    ids=["policies", "targets", "changes", "batches", "doctor"],
-)
+@pytest.mark.parametrize("shown", TABLES.values(), ids=TABLES)
 def test_no_table_breaks_a_word(shown: Any, width: int) -> None:
     narrow, letters = shown(width), r"[^\s│┃━─┏┓┗┛┡┩└┘┳┻╇┴┬]+"
     assert max(map(len, narrow.splitlines())) <= width and "…" not in narrow.replace("allow=…", "")

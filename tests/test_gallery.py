@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from examples.others import __main__ as gallery
+from examples.others import equinox_decoder
 from examples.others.shared import runs
 
-ROOT = Path(__file__).parents[1]
 FIGURES = re.compile(r"^(.+?): ([\d.]+) MiB", re.MULTILINE)
 
 
-def test_the_example_of_an_installed_library(in_a_hurry: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "examples.others.equinox_decoder", "--small", "--target", "cpu", "--budget", "24 MiB"]
-    done = subprocess.run(command, env=in_a_hurry, capture_output=True, text=True, timeout=480, cwd=ROOT, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    printed = done.stdout
+def test_the_example_of_an_installed_library(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["equinox_decoder", "--small", "--target", "cpu", "--budget", "24 MiB"])
+    equinox_decoder.main()
+    printed, errors = capsys.readouterr()
+    assert errors == ""
 
     sizes = {name: float(size) for name, size in FIGURES.findall(printed)}
     assert list(sizes) == ["off", "full", "dots_with_no_batch_dims", "plan within 24 MiB"]
@@ -37,10 +36,8 @@ def test_the_example_of_an_installed_library(in_a_hurry: dict[str, str]) -> None
 
 
 def test_runs_in_words() -> None:
-    parts = [SimpleNamespace(block="Layer", layers=layers) for layers in (24, 7, 1)]
-    assert runs(SimpleNamespace(parts=parts)) == "Layer in runs of 24, 7 and 1"
-    both = [*parts[:2], SimpleNamespace(block="Head", layers=1)]
-    assert runs(SimpleNamespace(parts=both)) == "Layer in runs of 24 and 7, Head in one run of 1"
+    parts = [SimpleNamespace(block=block, layers=layers) for block, layers in (("Layer", 24), ("Layer", 7), ("Head", 1))]
+    assert runs(SimpleNamespace(parts=parts)) == "Layer in runs of 24 and 7, Head in one run of 1"
 
 
 def test_the_table_is_what_the_files_say_that_they_printed() -> None:

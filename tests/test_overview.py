@@ -11,7 +11,6 @@ import pytest
 
 import remat_jax as rj
 from remat_jax import compat, errors
-from remat_jax.cli import report as command
 from remat_jax.diagnosis.findings import Finding
 from remat_jax.hardware import target
 from remat_jax.memory.compile.process import NotDoneError
@@ -41,9 +40,10 @@ def with_first(report, **changes):
 
 def test_a_policy_that_fits_and_has_no_time_is_not_said_to_be_over(found):
     untimed = with_first(found, seconds=None)
-    wide, narrow = (replace(untimed, plan=plan_for(JOB, budget=size)) for size in (2**40, 1))
-    assert not any("No policy that" in said for said in page.summary(wide))
-    assert any("No policy that is safe to run is within the budget (1 B)" in said for said in page.summary(narrow))
+    for size, said in ((2**40, False), (1, True)):
+        sentences = page.summary(replace(untimed, plan=plan_for(JOB, budget=size)))
+        assert any("No policy that is safe to run is within the budget (1 B)" in sentence for sentence in sentences) is said
+        assert any("No policy that" in sentence for sentence in sentences) is said
 
 
 def test_all_places_of_a_trap_are_shown(found):
@@ -90,21 +90,6 @@ def test_on_a_mesh_what_is_offered_is_of_all_devices(found):
     assert note.endswith("and the sizes of arguments below are totals of all devices.")
 
 
-def test_nothing_is_tried_again_once_the_time_is_up(monkeypatch):
-    tried, start = [], time.monotonic()
-
-    def slow(workload, policies, target, timeout, *rest):
-        tried.append(timeout)
-        monkeypatch.setattr(compared.time, "monotonic", lambda: start + 1000)
-        raise errors.CompileError(f"out of time: timeout={timeout:.0f} s")
-
-    monkeypatch.setattr(compared, "measure_many", slow)
-    monkeypatch.setattr(compared, "_usual", lambda *_: ["off", "full"])
-    with pytest.raises(errors.CompileError, match="out of time: timeout=100 s|out of time: timeout=9. s"):
-        gather(JOB, None, "cpu", timeout=100)
-    assert len(tried) == 1
-
-
 def test_one_step_has_one_figure_on_the_page():
     """Times of compiled schedules: `off`, which the plan predicts to be slower and larger, bounds the frontier."""
     names, seconds = ("off", "full", "the plan"), (0.0100, 0.0140, PLAN.seconds)
@@ -138,27 +123,12 @@ def test_what_is_no_plan_is_called_one(plan):
     assert ("remat_jax.Plan.load(path, workload)" in str(error.value)) == isinstance(plan, str)
 
 
-def test_what_off_in_a_mapping_keeps_has_its_modules():
-    alone, mapped = gather(JOB, ["off", {MlpLayer: "off"}], "cpu").policies
-    assert mapped.kept.rows == alone.kept.rows
-
-
-def test_what_can_be_refused_at_once_is_refused_before_the_comparison(monkeypatch, tmp_path):
-    monkeypatch.setattr(command, "load_on_mesh", lambda *_: JOB)
-    monkeypatch.setattr(command, "require_torch", lambda: None)
-    monkeypatch.setattr(command, "parity_report", lambda *_: pytest.fail("compared"))
-    saved = plan_for(JOB, target="h200").save(tmp_path / "plan.json")
-    arguments = {"policy": ["full"], "target": "cpu", "budget": None, "plan": saved, "parity": "case", "timeout": 100.0}
-    with pytest.raises(BaseException) as stopped:
-        command.report("job", tmp_path / "report.html", **arguments)
-    assert getattr(stopped.value, "exit_code", None) == 2
-
-
 def test_a_missing_section_is_noted():
     forward = rj.Workload.from_step(JOB.loss, JOB.params, *JOB.batch, blocks=MlpLayer, name="forward")
     shown = gather(forward, ["full"], "cpu")
     assert page.modules(shown.policies) == ""
-    assert any(note.startswith("No memory by module: ") for note in page.notes(shown))
+    notes = " ".join(page.notes(shown))
+    assert "No memory by module: " in notes and "No step time is estimated" in notes
 
 
 def test_the_page_has_what_was_compiled_before_the_timeout(monkeypatch):

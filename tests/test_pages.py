@@ -58,7 +58,11 @@ def test_pages_that_compile_nothing(page: str, blocks: int) -> None:
 
 def test_the_page_on_libraries() -> None:
     written: dict[str, Any] = {"__name__": "page"}
-    assert run(text_of("docs/libraries.md"), "libraries.md", written) == 4
+    shorter = [
+        ("for index in range(4)", "for index in range(2)"),
+        ("Layer(rngs) for _ in range(4)", "Layer(rngs) for _ in range(2)"),
+    ]
+    assert run(text_of("docs/libraries.md", *shorter), "libraries.md", written) == 4
     assert written["plan"].device_bytes <= 12_000_000 and written["job"].params.layers[0].up.weight.shape == (256, 64)
 
 
@@ -74,7 +78,8 @@ def test_the_page_on_planning() -> None:
 
 def test_five_minutes_at_a_small_size() -> None:
     """The steps of the page in order: the file, its plan, the training. Another test covers `measure`."""
-    text = text_of("docs/start.md", (SIZES, "LAYERS, WIDTH, BATCH, LENGTH = 2, 32, 2, 288"))
+    batch = ("text[None, :256], text[None, 1:257]", "text[None, :64], text[None, 1:65]")
+    text = text_of("docs/start.md", (SIZES, "LAYERS, WIDTH, BATCH, LENGTH = 2, 32, 2, 96"), batch)
     before, after = text.split("## 5. ")
     assert run(before, "start.md", {}) == 1
     _, line = (line for line in commands(before) if line.startswith("remat-jax "))

@@ -26,6 +26,10 @@ def texts(root):
     return [text.text for text in root.iter(f"{SVG}text")]
 
 
+def overlap(a, b):
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
 def test_lines_are_joined_and_points_are_marked_at_the_same_places():
     root = drawn(PANEL)
     dashed = [path for path in root.iter(f"{SVG}path") if path.get("stroke-dasharray")]
@@ -72,14 +76,20 @@ def test_names_cover_neither_names_nor_points_nor_lines():
             boxes.append((left, bottom - 10, left + text_width(text.text, 12), bottom + 2))
     marks += [(float(circle.get("cx")), float(circle.get("cy"))) for circle in root.iter(f"{SVG}circle")]
     assert len(boxes) == 6 and len(marks) == 5 * 8 + 7
-    assert [(a, b) for a, b in combinations(boxes, 2) if a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]] == []
+    assert [(a, b) for a, b in combinations(boxes, 2) if overlap(a, b)] == []
     assert [(box, x) for box in boxes for x, y in marks if box[0] < x < box[2] and box[1] < y < box[3]] == []
     assert all(70 <= box[0] and box[2] <= 1000 for box in boxes)
 
 
-def test_a_name_keeps_clear_of_a_line():
+def test_a_name_keeps_clear_of_a_line_of_other_names_and_of_the_edge():
     (box,) = place_labels([(50, 50)], [(20, 10)], (0, 0, 100, 100), taken=boxes_along([(50, 50), (100, 50)]))
     assert not box[1] < 50 < box[3] or box[2] < 50
+    boxes = place_labels([(50, 50)] * 4, [(30, 10)] * 4, (0, 0, 200, 100))
+    assert [(a, b) for a, b in combinations(boxes, 2) if overlap(a, b)] == []
+    assert len(place_labels([(5, 5)] * 9, [(30, 10)] * 9, (0, 0, 10, 10))) == 9, "a full area has each name all the same"
+    # To the right it would be cut off; the first place inside the area is to the left, slightly higher than the point.
+    (at_the_edge,) = place_labels([(98, 50)], [(30, 10)], (0, 0, 100, 100))
+    assert at_the_edge == pytest.approx((59.818, 48.623, 89.818, 58.623), abs=1e-3)
 
 
 def test_a_limit_is_named_and_in_view():

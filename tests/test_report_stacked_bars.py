@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -129,9 +128,3 @@ def test_the_legend_is_inside_the_picture_also_with_long_names():
 def test_what_cannot_be_drawn_is_an_error(memory, modules, message):
     with pytest.raises(ValueError, match=message):
         module_memory_figure(memory, "t", modules)
-
-
-def test_the_same_figures_give_the_same_file(tmp_path):
-    paths = [module_memory_figure(MEMORY, "t").save(tmp_path / folder / "m.svg") for folder in ("one", "two")]
-    contents = [Path(path).read_bytes() for path in paths]
-    assert contents[0] == contents[1] and contents[0].startswith(b"<svg")

@@ -24,7 +24,6 @@ from remat_jax.overview import compared
 from remat_jax.overview.page import findings, notes, offload_rows, policy_cells, summary, warnings
 from remat_jax.overview.save import gather
 from remat_jax.planning.problem import keeping_seconds
-from remat_jax.report.document import write_whole
 from tests.plan_by_hand import plan as plan_of_another_model
 from tests.plan_models import MlpLayer, job
 from tests.report_pages import JOB, PLAN, POLICIES, parity_report, plan_for
@@ -114,24 +113,20 @@ def test_the_bars_add_up_to_the_bytes(page):
     kept = [rj.residuals(JOB, policy).device_bytes for policy in ("everything", *POLICIES[1:], dict(PLAN.policies))]
     assert drawn(page, "device memory by policy") == dict(zip(names, sizes, strict=True))
     assert drawn(page, "residuals, by module") == dict(zip(names, kept, strict=True))
-    rows = Tables(page).tables["residuals, by module, as a table"]
-    columns = list(zip(*[[int(cell[0]) for cell in row[3:]] for row in rows[1:]], strict=True))
+    rows = Tables(page).tables["residuals, by module, as a table"][1:]
+    columns = list(zip(*[[int(cell[0]) for cell in row[3:]] for row in rows], strict=True))
     assert [sum(column[:-1]) for column in columns] == [column[-1] for column in columns] == kept
 
 
 def test_the_plan_and_its_frontier_are_in_it(page):
     assert '<input id="at" type="range" min="0" max="2" step="1" value="1">' in page and "the budget (6.0 MiB)" in page
     rows = Tables(page).tables["the frontier"][1:]
-    assert [row[0][1] for row in rows] == ["", "the plan", ""] and {row[5][1] for row in rows} == {"traced"}
-    assert [(int(row[1][0]), int(row[2][0]), float(row[4][0])) for row in rows] == [
-        (point.device_bytes, point.host_bytes, point.seconds) for point in PLAN.frontier
-    ]
-    assert [row[6][1] for row in rows] == ["within", "within", "over"]
+    assert [row[0][1] for row in rows] == ["", "the plan", ""] and [row[6][1] for row in rows] == ["within", "within", "over"]
+    assert [int(row[1][0]) for row in rows] == [point.device_bytes for point in PLAN.frontier]
     # A predicted named policy that this page compiled is shown as compiled; one that was not compiled stays predicted.
     named = table(page, "the named policies")
     assert int(named["off"]["device"][0]) == rj.measure(JOB, "off", "cpu").device_bytes
     assert [named[name]["memory"][1] for name in ("off", "everything")] == ["compiled", "predicted"]
-    assert "recomputing it takes" in page
 
 
 def test_a_budget_is_planned_within(tmp_path):
@@ -159,8 +154,8 @@ def test_it_asks_for_nothing_and_names_cannot_break_out(tmp_path):
 
 def test_without_a_plan_and_parity_there_are_no_such_sections(tmp_path):
     text = rj.save_report(tmp_path / "report.html", JOB, ["full"], "cpu").read_text()
-    assert re.findall(r'<section id="(\w+)"', text) == ["policies", "modules", "workload"]
-    assert "MlpLayer (3 calls a step, scanned)" in text and 'id="frontier"' not in text and 'id="at"' not in text
+    assert re.findall(r'<section id="(\w+)"', text) == ["policies", "modules", "workload"] and 'id="at"' not in text
+    assert "MlpLayer (3 calls a step, scanned)" in text
 
 
 class Squares(nn.Module):
@@ -169,6 +164,9 @@ class Squares(nn.Module):
     @nn.compact
     def __call__(self, x):
         return x * x + self.param("bias", nn.initializers.zeros, x.shape[-1:])
+
+
+NO_CALLS = rj.Workload(JOB.loss, JOB.params, JOB.batch, nn.LSTMCell, name="other")
 
 
 def squares():
@@ -180,12 +178,7 @@ def squares():
 def test_usual_policies_without_effect_are_left_out_and_the_page_says_why(tmp_path):
     report = gather(squares(), target="cpu")
     assert [policy.name for policy in report.policies] == ["off", "full"]
-    assert list(report.left_out) == [
-        "dots",
-        "dots_with_no_batch_dims",
-        "offload_inputs",
-        "offload_dot_with_no_batch_dims",
-    ]
+    assert set(report.left_out) == {"dots", "dots_with_no_batch_dims", "offload_inputs", "offload_dot_with_no_batch_dims"}
     assert "matches no residual" in report.left_out["dots"]
     assert any(note.startswith("Left out: dots: ") for note in notes(report))
     with pytest.raises(errors.NoEffectError, match="dots"):
@@ -260,12 +253,6 @@ def test_a_finished_step_has_the_figures_of_its_loss(tmp_path):
     assert all(row[name] == expected[name] for name in ("step", "recomputed", "kept: device", "device"))
 
 
-def test_a_step_that_trains_nothing_has_no_times(tmp_path):
-    forward = rj.Workload.from_step(JOB.loss, JOB.params, *JOB.batch, blocks=MlpLayer)
-    text = rj.save_report(tmp_path / "report.html", forward, ["off", "full"], "cpu").read_text()
-    assert table(text, "policies compared")["full"]["step"][1] == "n/a" and "No step time is estimated" in text
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -273,11 +260,7 @@ def test_a_step_that_trains_nothing_has_no_times(tmp_path):
         ({"path": "none/report.html"}, errors.ArgumentError, "there is no folder .*none; create it"),
         ({"path": "."}, errors.ArgumentError, "path='.' is a folder: give a file, such as 'report.html'"),
         ({"workload": "job"}, errors.ArgumentError, "workload='job': expected a remat_jax.Workload"),
-        (
-            {"policies": "full"},
-            errors.ArgumentError,
-            r"policies='full': expected a list of policies, such as \['off', 'full'\]",
-        ),
+        ({"policies": "full"}, errors.ArgumentError, r"policies='full': expected a list of policies, such as"),
         ({"policies": []}, errors.ArgumentError, "policies is empty"),
         ({"policies": ["full", "dotz"]}, errors.UnknownPolicyError, r"policies\[1\]='dotz'.*Did you mean 'dots'"),
         ({"target": "h2000"}, errors.TargetError, "target='h2000'"),
@@ -286,6 +269,7 @@ def test_a_step_that_trains_nothing_has_no_times(tmp_path):
         ({"plan": ["9 MiB"]}, errors.ArgumentError, "expected a Plan, a budget such as '40GiB'"),
         ({"plan": "lots"}, errors.PlanningError, "plan='lots'"),
         ({"plan": "1 KiB"}, errors.InfeasibleBudget, "1.0 KiB"),
+        ({"workload": NO_CALLS}, errors.BlockError, "LSTMCell"),
         ({"plan": plan_of_another_model(target="cpu")}, errors.PlanningError, "made for another model"),
         ({"plan": plan_of_another_model()}, errors.PlanningError, "the plan is for target='h200', but the report is for 'cpu'"),
     ],
@@ -298,12 +282,6 @@ def test_what_is_wrong_is_said_and_nothing_is_written(tmp_path, monkeypatch, cha
     assert list(tmp_path.iterdir()) == []
 
 
-def test_blocks_that_are_never_called_are_an_error(tmp_path):
-    workload = rj.Workload(JOB.loss, JOB.params, JOB.batch, nn.LSTMCell, name="other")
-    with pytest.raises(errors.BlockError, match="LSTMCell"):
-        rj.save_report(tmp_path / "report.html", workload, ["off"], "cpu")
-
-
 def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
     path = tmp_path / "report.html"
     path.write_text("old")
@@ -314,21 +292,21 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
     monkeypatch.setattr(Path, "replace", refuse)
     with pytest.raises(errors.ArgumentError, match="cannot be written .*No space left"):
         rj.save_report(path, JOB, ["full"], "cpu")
-    with pytest.raises(OSError, match="No space left"):
-        write_whole(path, "new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
 def test_policies_of_all_kinds_are_taken_and_told_apart():
     dots, none = jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.nothing_saveable
     wrapped = [lambda *args, **kwargs: dots(*args, **kwargs), lambda *args, **kwargs: none(*args, **kwargs)]
-    policies = gather(JOB, [*wrapped, "1 x full | 2 x dots", {MlpLayer: "off"}], "cpu").policies
-    assert [policy.name for policy in policies] == ["<lambda>", "<lambda> (2)", "1 × full | 2 × dots", "MlpLayer: off"]
+    policies = gather(JOB, [*wrapped, "1 x full | 2 x dots", {MlpLayer: "off"}, "off", "full"], "cpu").policies
+    *names, _, _ = (policy.name for policy in policies)
+    assert names == ["<lambda>", "<lambda> (2)", "1 × full | 2 × dots", "MlpLayer: off"]
+    _, of_none, layered, mapped, off, full = policies
     # A function's policy is unknown before tracing, so its time is unknown; the others are priced layer by layer.
-    full, off = rj.measure(JOB, "full", "cpu"), rj.measure(JOB, "off", "cpu")
-    assert [policy.seconds is None for policy in policies] == [True, True, False, False]
-    assert policies[1].memory.device_bytes == full.device_bytes and policies[3].memory.device_bytes == off.device_bytes
-    assert policies[2].recompute_flops == 2 * 2048 * 32 * 128 and policies[3].extra_seconds == 0
+    assert [policy.seconds is None for policy in policies[:4]] == [True, True, False, False]
+    assert of_none.memory.device_bytes == full.memory.device_bytes and mapped.memory.device_bytes == off.memory.device_bytes
+    assert mapped.kept.rows == off.kept.rows and mapped.extra_seconds == 0
+    assert layered.recompute_flops == 2 * 2048 * 32 * 128
 
 
 def test_progress_is_told():
@@ -346,6 +324,9 @@ from tests.report_pages import JOB as job, PLAN, parity_report
 
 def case():
     return parity_report()
+
+def compared():
+    raise RuntimeError("compared")
 """
 
 
@@ -379,14 +360,16 @@ def test_its_json_has_the_figures_and_a_failed_comparison_exits_1(file, tmp_path
     assert data["report"] == str(page) and not data["parity"]["passed"] and data["plan"] is None
     (full,) = data["policies"]
     assert full["device_bytes"] == rj.measure(JOB, "full", "cpu").device_bytes and full["findings"] == []
+    # What can be refused at once is refused before the comparison.
+    plan = plan_for(JOB, target="h200").save(tmp_path / "plan.json")
+    done = run(f"{file}:job", "--target", "cpu", "--plan", plan, "--parity", f"{file}:compared", "--output", page)
+    assert done.exit_code == 2 and "the plan is for target='h200'" in done.stderr.replace("\n", " ")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["-o", "none/report.html"], "output='none/report.html': there is no folder"),
-        (["-o", "report.html", "-p", "dotz"], "policies[0]='dotz'"),
-        (["-o", "report.html", "--target", "h2000"], "is not a known target"),
         (["-o", "report.html", "--budget", "lots"], "budget='lots'"),
         (["-o", "report.html", "--budget", "9 MiB", "--plan", "plan.json"], "give only one of them"),
         (["-o", "report.html", "--plan", "plan.json"], "no such file"),

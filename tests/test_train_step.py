@@ -31,9 +31,9 @@ def plan_of(job, policy=POLICY, **changes):
     return plan_by_hand.plan(policies=policies, workload=job.name, model=Model.of(job), **changes)
 
 
-def linen(**options):
+def linen():
     loss, params, x = make_loss()
-    return loss, params, x, plan_of(rj.Workload(loss, params, (x,), LinenBlock, **options))
+    return loss, params, x, plan_of(rj.Workload(loss, params, (x,), LinenBlock))
 
 
 def copied(tree):
@@ -106,11 +106,9 @@ def test_aux_and_the_trained_parameters(x64):
     assert_same(value, [(value, x.sum()) for value in losses])
 
 
-@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), ADAM], ids=["sgd", "adam"])
-def test_the_compiled_step_has_the_bytes_of_the_workloads_step(optimizer):
-    """A plan's bytes are those of the workload's step."""
-    job = plan_models.job(128, optimizer=optimizer, layers=2)
-    step = plan_of(job, "full").train_step(job.own_loss, optimizer)
+def test_the_compiled_step_has_the_bytes_of_the_workloads_step():
+    job = plan_models.job(128, optimizer=ADAM, layers=2)
+    step = plan_of(job, "full").train_step(job.own_loss, ADAM)
     sizes = step.lower(job.params, step.init(job.params), *job.batch).compile().memory_analysis()
     size = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes + sizes.temp_size_in_bytes
     assert size == rj.measure(job, "full", "cpu").device_bytes > 100_000
@@ -208,45 +206,29 @@ class EqxLayer(eqx.Module):
         return x + self.activation(self.linear(x)) * self.offset
 
 
-class EqxModel(eqx.Module):
-    layers: list
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def test_an_equinox_model(x64):
     keys = jax.random.split(jax.random.key(0), 2)
-    model = EqxModel([EqxLayer(eqx.nn.Linear(4, 4, key=key), jax.nn.gelu, jnp.arange(4)) for key in keys])
-    x, loss = values(3, 4), lambda model, x: jnp.sum(jnp.sin(jax.vmap(model)(x)))
+    layers = [eqx.nn.Lambda(EqxLayer(eqx.nn.Linear(4, 4, key=key), jax.nn.gelu, jnp.arange(4))) for key in keys]
+    model, x = eqx.nn.Sequential(layers), values(3, 4)
+    loss = lambda model, x: jnp.sum(jnp.sin(jax.vmap(model)(x)))  # noqa: E731
     plan = plan_of(rj.Workload(loss, model, (x,), EqxLayer))
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     step = plan.train_step(loss, ADAM)
     expected = run(by_hand(lambda arrays, x: loss(eqx.combine(arrays, rest), x)), arrays, ADAM.init(arrays), x)
-    after, state, losses = run(step, copied_model(model), step.init(model), x)
-    assert after.layers[0].activation is jax.nn.gelu and compilations(step) == 1
+    copied_model = jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, model)
+    after, state, losses = run(step, copied_model, step.init(model), x)
+    assert after.layers[0].fn.activation is jax.nn.gelu and compilations(step) == 1
     assert_same((eqx.filter(after, eqx.is_inexact_array), state, losses), expected)
-
-
-def copied_model(model):
-    return jax.tree.map(lambda leaf: jnp.copy(leaf) if eqx.is_array(leaf) else leaf, model)
 
 
 # --- a mesh -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def on_mesh(on_eight_devices):
-    return dict(json.loads(on_eight_devices("tests.train_steps_on_mesh", "told.json", JAX_ENABLE_X64="1").read_text()))
-
-
-@pytest.mark.parametrize("kind", ["arrays", "nnx"])
-def test_on_a_mesh_shardings_are_kept_and_the_step_is_compiled_once(on_mesh, kind):
-    told = on_mesh[kind]
-    assert told["after"] == told["before"] and "fsdp" in str(told["before"]) and told["compilations"] == 1
-    assert told["error"] < 1e-12
+def test_on_a_mesh_shardings_are_kept_and_the_step_is_compiled_once(on_eight_devices):
+    told = json.loads(on_eight_devices("tests.train_steps_on_mesh", "told.json", JAX_ENABLE_X64="1").read_text())
+    for kind in ("arrays", "nnx"):
+        assert told[kind]["after"] == told[kind]["before"] and "fsdp" in str(told[kind]["before"])
+        assert told[kind]["compilations"] == 1 and told[kind]["error"] < 1e-12
 
 
 # --- errors -------------------------------------------------------------------------------------------------------------
@@ -264,9 +246,7 @@ def test_bad_arguments():
         nnx_plan.train_step(test_nnx.loss, optimizer, trainable="*")
     step, nnx_step = plan.train_step(loss, ADAM), nnx_plan.train_step(test_nnx.loss, optimizer)
     for wrong in ((), (params,), (model, optimizer, x), (model, ADAM.init(params), x)):
-        with pytest.raises(
-            ArgumentError, match=r"step called with \(.*\): expected step\(params, state, \*batch\). For an NNX"
-        ):
+        with pytest.raises(ArgumentError, match=r"step called with \(.*\): expected step\(params, state, \*batch\). For an"):
             step(*wrong)
     for wrong in ((model,), (params, optimizer, x), (model, x)):
         with pytest.raises(ArgumentError, match=r"expected step\(model, optimizer, \*batch\), an NNX module and its"):
@@ -283,18 +263,17 @@ def test_bad_arguments():
 
 @pytest.mark.parametrize("kind", ["arrays", "nnx"])
 def test_the_compiler_gets_the_plans_options(kind):
+    options = {"no_such_option": 1}
     if kind == "nnx":
-        model, optimizer, x, plan = nnx_case(compiler_options={"no_such_option": 1})
-        arguments = model, optimizer, x
-        step = plan.train_step(test_nnx.loss, optimizer)
+        model, optimizer, x, plan = nnx_case(compiler_options=options)
+        step, arguments = plan.train_step(test_nnx.loss, optimizer), (model, optimizer, x)
     else:
-        loss, params, x, plan = linen()
-        step = plan_of(rj.Workload(loss, params, (x,), LinenBlock), compiler_options={"no_such_option": 1}).train_step(
-            loss, ADAM
-        )
+        loss, params, x = make_loss()
+        step = plan_of(rj.Workload(loss, params, (x,), LinenBlock), compiler_options=options).train_step(loss, ADAM)
         arguments = params, step.init(params), x
     for call in (step, lambda *args: step.lower(*args).compile()):
         with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'no_such_option'"):
             call(*arguments)
+    jit = nnx.jit if kind == "nnx" else jax.jit
     with pytest.warns(RematWarning, match=r"give jax.jit\(…, compiler_options={'no_such_option': 1}\) there"):
-        jax.jit(lambda *args: step(*args))(*arguments) if kind == "arrays" else nnx.jit(lambda *args: step(*args))(*arguments)
+        jit(lambda *args: step(*args))(*arguments)
