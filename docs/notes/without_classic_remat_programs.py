@@ -34,7 +34,7 @@ def program_text(form: str, job: Any, policy: Any) -> str:
     with FORMS[form]():
         program = export_step("step", job.step(policy), target("h200"))
     text = str(jax.export.deserialize(bytearray(program.blob)).mlir_module())
-    return re.sub(r"loc\(#loc\d*\)|#loc.*", "", text)
+    return re.sub(r"loc\(#loc\d*\)|#loc.*\n", "", text)
 
 
 def main() -> None:
