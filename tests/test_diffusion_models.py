@@ -61,11 +61,9 @@ MODELS = {
         {},
     ),
 }
-models = pytest.mark.parametrize("name", MODELS)
 
 
-@models
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(("name", "dtype"), [("qwen_image", "float32"), ("wan", "bfloat16"), ("qwen_image", "float64")])
 def test_outputs_and_gradients_have_the_parameters_dtype(name: str, dtype: str, x64: None) -> None:
     port, scan = MODELS[name], dtype != "float32"
     model, arrays = port.make(port.config, scan=scan, param_dtype=jnp.dtype(dtype)), port.arrays(jnp.dtype(dtype))
@@ -80,8 +78,7 @@ def test_outputs_and_gradients_have_the_parameters_dtype(name: str, dtype: str, 
     assert jax.tree.map(lambda x: (x.shape, x.dtype), gradients) == jax.tree.map(lambda x: (x.shape, x.dtype), variables)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 4, 7])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("chunk", "masked"), [(1, True), (3, False), (7, True)])
 def test_attention_in_chunks_is_attention(chunk: int, masked: bool, x64: None) -> None:
     random = np.random.default_rng(0)
     arrays = [random.normal(size=(2, length, 2, 4)) for length in (7, 5, 5)]

@@ -41,13 +41,13 @@ def test_a_small_run_prints_the_table_and_keeps_the_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    arguments = ["--only", "mlp", "--policies", "3", "--calibration", "3", "--layers", "4", "--output", str(tmp_path)]
+    arguments = ["--only", "mlp", "--policies", "2", "--calibration", "1", "--layers", "3", "--output", str(tmp_path)]
     assert predict_memory.main(arguments) == 0
     shown = capsys.readouterr().out
-    assert f"4 scanned layers, h200, JAX {jax.__version__}" in shown and "deep MLP: predicted" in shown
+    assert f"3 scanned layers, h200, JAX {jax.__version__}" in shown and "deep MLP: predicted" in shown
     kept = json.loads((tmp_path / "predict_memory.json").read_text())
     rows = kept["rows"]["deep MLP"]
-    assert 1 <= len(rows) <= 3 and all(row["host_bytes"] == row["residual_host_bytes"] for row in rows)
+    assert 1 <= len(rows) <= 2 and all(row["host_bytes"] == row["residual_host_bytes"] for row in rows)
     assert all(row["temp_bytes"] > row["residual_device_bytes"] > 0 for row in rows)
     assert all(kept["summaries"]["deep MLP"][way]["worst"] < 0.15 for way in ("predicted", "two layers"))
 

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 import remat_jax as rj
-from benchmarks.published import __main__ as command
 from benchmarks.published import tensor
-from benchmarks.published.__main__ import Record, Row, allowed, figures, missed, ratios, recorded, row
+from benchmarks.published.__main__ import Record, Row, allowed, missed, ratios, recorded, row
 from benchmarks.published.cases import ABSOLUTE, CASES, SECOND, Case
 from benchmarks.published.model import Shape, workload
-from benchmarks.published.tpu_cases import GPT3_175B, LLAMA31_8B, LLAMA31_70B, TPU_CASES, fsdp, maxtext_2023, operations
+from benchmarks.published.tpu_cases import GPT3_175B, LLAMA31_8B, LLAMA31_70B, fsdp, maxtext_2023, operations
 
 SMALL = Shape(2, 256, 512, 2, 1024, kv_heads=1)
 
@@ -104,29 +103,6 @@ def test_dropout_drops_a_tenth_and_its_attention_mask_is_drawn_again() -> None:
     assert kept("dots_with_no_batch_dims") == 0
 
 
-def test_unrolled_layers_are_extrapolated_from_few(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(command, "_compiled", lambda case, layers: (1 + layers / 2, 1 + layers / 4, 100 * layers))
-    case = dataclasses.replace(CASES[0], shape=dataclasses.replace(SMALL, layers=10, unrolled=True))
-    assert (row(case).seconds, row(case).compute) == (6.0, 3.5)
-    assert row(dataclasses.replace(case, tensor=8)).seconds == 0.5
-    assert row(dataclasses.replace(case, shape=dataclasses.replace(SMALL, layers=10))).seconds == 6.0
-
-
-def test_every_case_names_its_source_and_what_it_is_compared_with() -> None:
-    both = (*CASES, *TPU_CASES)
-    names = [case.name for case in both]
-    assert len(set(names)) == len(names) and len(CASES) >= 20 and len(TPU_CASES) >= 8
-    assert all(case.told and ("/" in case.source or "arXiv" in case.source) for case in both)
-    by_name = {case.name: case for case in CASES}
-    for case in CASES:
-        beside = by_name.get(case.beside)
-        assert bool(case.beside) == (beside is not None)
-        assert case.ratio is not None or beside is None or (case.seconds is not None and beside.seconds is not None)
-    assert sum(bool(case.beside) for case in CASES) >= 7
-
-
 def test_what_misses_is_told_and_a_sixth_may() -> None:
     cases = [dataclasses.replace(CASES[0], name=str(number), seconds=1.0) for number in range(12)]
     good = [Row(case, 1 + 0.9 * ABSOLUTE, 1.0) for case in cases]
@@ -139,11 +115,6 @@ def test_what_misses_is_told_and_a_sixth_may() -> None:
     alone = [Row(dataclasses.replace(cases[0], seconds=None), 2.0, 2.0), pair[1]]
     alone[1] = Row(dataclasses.replace(beside, seconds=None, ratio=0.62), 1.2, 1.2)
     assert missed(alone) == {} and ratios(alone)[0][1:] == (0.62, 0.6)
-
-
-def test_the_figures_of_the_note() -> None:
-    made = figures([Row(CASES[0], 0.75, 0.7)])
-    assert made.startswith("| step |") and "| 720 ms | 750 ms | +4 % | 50 ms |" in made and "\nSources:\n" in made
 
 
 def test_rows_are_recorded_and_a_new_row_replaces_its_old_row(tmp_path: Path) -> None:

@@ -22,8 +22,7 @@ import pytest
 import remat_jax as rj
 from benchmarks.tpu import compiled_apart
 from remat_jax import compat
-from remat_jax.diagnosis import compiled as traps
-from remat_jax.errors import ArgumentError, TargetError, UnsupportedError
+from remat_jax.errors import TargetError, UnsupportedError
 from remat_jax.hardware import google, target
 from remat_jax.hardware.rates import Rates
 from remat_jax.memory.compile.backends import backend_of
@@ -33,6 +32,8 @@ from remat_jax.overview import compared
 from remat_jax.overview.compared import Compared
 from remat_jax.planning import division
 from remat_jax.planning.division import Shares, residual_shares
+from tests.small_models import Stack
+from tests.workloads import mean_square, struct
 
 LAYERS, WIDTH, ROWS = 4, 512, 2048
 RESIDUAL = ROWS * WIDTH * 2
@@ -46,30 +47,9 @@ class Block(nn.Module):
         return x + nn.Dense(WIDTH, dtype=jnp.bfloat16, name="down")(hidden)
 
 
-class Stack(nn.Module):
-    scan: bool = True
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        if not self.scan:
-            for layer in range(LAYERS):
-                x = Block(name=f"layer_{layer}")(x)
-            return x
-        axes: dict[str, Any] = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-        return nn.scan(lambda block, x, _: (block(x), None), length=LAYERS, **axes)(Block(name="layer"), x, None)[0]
-
-
 def job(*, scan: bool = True, rows: int = ROWS) -> rj.Workload:
-    model, x = Stack(scan), jax.ShapeDtypeStruct((rows, WIDTH), jnp.bfloat16)
-    params = jax.eval_shape(model.init, jax.random.key(0), x)
-    return rj.Workload(
-        lambda params, x: jnp.mean(model.apply(params, x).astype(jnp.float32) ** 2),
-        params,
-        (x,),
-        Block,
-        optimizer=optax.sgd(1e-3),
-        name="stack",
-    )
+    x = struct(rows, WIDTH, dtype=jnp.bfloat16)
+    return mean_square(Stack(Block, LAYERS, scan), x, Block, optimizer=optax.sgd(1e-3), name="stack")
 
 
 @functools.cache
@@ -113,10 +93,17 @@ def test_a_step_that_does_not_fit_has_sizes_and_the_compilers_words() -> None:
     assert any("because it does not fit: Ran out of memory" in warning for warning in report.warnings)
 
 
-def test_the_limit_is_an_option_of_the_compiler() -> None:
-    options = backend_of(target("v5e")).limit_options
-    assert options(8 * 2**30, target("v5e"), 0) == {"xla_tpu_max_hbm_size_mib": 8192}
-    assert options(16 * 2**30, target("v5e"), 0) == options(None, target("v5e"), 0) == {}
+def test_what_the_hardware_refuses_and_takes() -> None:
+    """Unrolled offload on several chips, a limit of the compiler, and traps of GPUs."""
+    v5e = target("v5e")
+    backend = backend_of(v5e)
+    refused = backend.refused_offload(scanned=False, nested=False, devices=4)
+    assert refused is not None and "scan them" in refused.sentence
+    assert backend.refused_offload(scanned=True, nested=False, devices=4) is None
+    assert backend.refused_offload(scanned=False, nested=False, devices=1) is None
+    assert backend.limit_options(8 * 2**30, v5e, 0) == {"xla_tpu_max_hbm_size_mib": 8192}
+    assert backend.limit_options(16 * 2**30, v5e, 0) == backend.limit_options(None, v5e, 0) == {}
+    assert not backend.has_gpu_flags
 
 
 def test_a_plan_is_a_step_that_the_compiler_takes() -> None:
@@ -125,14 +112,6 @@ def test_a_plan_is_a_step_that_the_compiler_takes() -> None:
     assert plan.timed and plan.host_bytes > 0 and plan.device_bytes < (target("v5e").memory_bytes or 0)
     assert any(nbytes > 16 * 2**30 for _, nbytes in plan.tried)
     assert not any(word in note for note in plan.notes for word in ("Triton", "cuBLAS", "GPU"))
-
-
-def test_unrolled_layers_on_several_chips_are_not_planned_with_offload() -> None:
-    backend = backend_of(target("v5e"))
-    refused = backend.refused_offload(scanned=False, nested=False, devices=4)
-    assert refused is not None and "scan them" in refused.sentence
-    assert backend.refused_offload(scanned=True, nested=False, devices=4) is None
-    assert backend.refused_offload(scanned=False, nested=False, devices=1) is None
 
 
 def test_unrolled_offload_frees_memory() -> None:
@@ -163,14 +142,6 @@ def test_a_refused_step_hides_no_time_and_no_shares(monkeypatch: pytest.MonkeyPa
     assert [each.seconds for each in gathered.policies] == [None, 2.0]
     monkeypatch.setattr(division, "result_shapes", lambda *_, **__: None)
     assert residual_shares(job().on_mesh("fsdp=4"), target("4xv5e")) == Shares({}, 0.25)
-
-
-def test_traps_of_gpus_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[str] = []
-    for name in ("offload_came_to_nothing", "frees_nothing", "host_memory", "last_block_offloaded", "pinned_pool"):
-        monkeypatch.setattr(traps, name, lambda *_, name=name: iter(looked.append(name) or ()))  # type: ignore[func-returns-value]
-    list(traps.compiled_traps(None, SimpleNamespace(host_bytes_per_host=2**40), target("v5e"), 1.0))  # type: ignore[arg-type]
-    assert looked == ["offload_came_to_nothing", "frees_nothing", "host_memory", "last_block_offloaded"]
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -235,13 +206,6 @@ def test_a_slice_of_a_users_chip(tmp_path: Path) -> None:
 
 
 # --- what is refused, and quiet ---------------------------------------------------------------------------------------
-
-
-def test_a_mesh_of_another_size_and_a_limit_that_is_no_amount() -> None:
-    with pytest.raises(ArgumentError, match="target='4xv5e' has 4 devices, but the mesh of 'stack' .* has 2"):
-        rj.measure(job().on_mesh("data=2"), "full", "4xv5e")
-    with pytest.raises(ArgumentError, match="memory_limit"):
-        rj.measure(job(), "full", "v5e", memory_limit="much")
 
 
 def test_a_compiler_that_is_missing_or_of_another_jax(monkeypatch: pytest.MonkeyPatch) -> None:
