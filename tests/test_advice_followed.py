@@ -38,9 +38,7 @@ def plain(scores: Any) -> Any:
         (jnp.bfloat16, 256, 12, plain, "12 features of a head"),
     ],
 )
-def test_cudnns_attention_is_advised_exactly_where_jax_takes_it(
-    dtype: Any, rows: int, features: int, change: Any, refusal: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cudnns_attention_is_advised_exactly_where_jax_takes_it(dtype, rows, features, change, refusal, monkeypatch):
     """JAX checks the arguments as for an H100 with cuDNN 9.10, without either."""
     q = jax.ShapeDtypeStruct((2, 4, rows, features), dtype)
     (product,) = softmax_products(jax.make_jaxpr(lambda q: jax.nn.softmax(change(q @ q.mT)) @ q)(q))

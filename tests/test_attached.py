@@ -47,9 +47,6 @@ def program(step: Any, *structs: Any, donated: tuple[int, ...] = ()) -> Any:
     return export_step("full", TrainingStep(step, structs, donated), target("cpu"))
 
 
-# --- what it is -------------------------------------------------------------------------------------------------------
-
-
 def test_every_gpu_has_a_name_that_jax_knows_it_by() -> None:
     kinds = {name: target(name).device_kinds for name in targets() if name != "cpu"}
     names = [kind for several in kinds.values() for kind in several]
@@ -99,9 +96,6 @@ def test_jax_is_kept_to_the_cpu_where_no_gpu_is(monkeypatch: pytest.MonkeyPatch,
     assert updates == kept
 
 
-# --- what a step takes on it ------------------------------------------------------------------------------------------
-
-
 def test_the_peak_is_that_of_the_step_alone(on_the_cpu: pathlib.Path) -> None:
     a, b = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32), jax.ShapeDtypeStruct((WIDTH, 5), jnp.float32)
     exported = program(lambda a, b: (a @ b, a * 2.0), a, b)
@@ -136,9 +130,7 @@ def test_numbers_are_finite_and_whole_ones_small(on_the_cpu: pathlib.Path) -> No
     assert devices.measured_peak(program(step, ints, floats), 60) == 4
 
 
-def test_without_a_count_and_with_a_fault_there_is_no_figure(
-    monkeypatch: pytest.MonkeyPatch, on_the_cpu: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_without_a_count_and_with_a_fault_there_is_no_figure(monkeypatch, on_the_cpu, tmp_path):
     exported = program(lambda x: x + 1.0, jax.ShapeDtypeStruct((4,), jnp.float32))
     lower = on_the_cpu.read_text().replace("sum(one.nbytes", "1000 - sum(one.nbytes")
     (tmp_path / "falls.py").write_text(lower)

@@ -233,9 +233,7 @@ def test_lines_are_counted_by_kind_and_all_of_them(capsys: pytest.CaptureFixture
 # Steps on a GPU: estimated, run, judged.
 
 
-def test_the_command_writes_one_file_of_what_was_estimated_and_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children_as_here: None
-) -> None:
+def test_the_command_writes_one_file_of_what_was_estimated_and_measured(tmp_path, monkeypatch, children_as_here):
     """Run in this process on its processor: the rest only starts processes."""
     options = steps_command.parse(["--dry-run", "--only", "mlp", "torch", "--output", str(tmp_path), "--commit", "abc"])
     run = steps_command.Run(options, tmp_path)

@@ -167,9 +167,9 @@ def test_a_loop_in_a_kernel_is_taken_to_read_its_arrays_through():
 def test_cudnn_attention_has_no_array_of_scores(name, products):
     """cuDNN's primitives cannot be traced without cuDNN, so the test builds their equation as JAX does."""
     b, s, t, h, d = 2, 1024, 2048, 4, 64
-    q, k = (Array(jax.core.ShapedArray((b, length, h, d), jnp.bfloat16)) for length in (s, t))
+    q, k, v, out = (Array(jax.core.ShapedArray((b, length, h, d), jnp.bfloat16)) for length in (s, t, t, s))
     primitive = SimpleNamespace(name=f"dot_product_attention_{name}_wrapper")
-    work = own_kernel(FlatEqn(SimpleNamespace(primitive=primitive, params={"layout": 0}), (q, k, k), (q,)))
+    work = own_kernel(FlatEqn(SimpleNamespace(primitive=primitive, params={"layout": 0}), (q, k, v), (out,)))
     assert work.flops == {"bfloat16": products * 2 * b * s * t * h * d}
     assert work.bytes == 2 * 2 * b * h * d * (s + t) < b * h * s * t * 2
 

@@ -42,9 +42,6 @@ def small(*, scanned: bool = False) -> rj.Workload:
     return rj.Workload(loss, params, (x,), Mlp)
 
 
-# --- the policy itself ----------------------------------------------------------------------------------------------------
-
-
 def test_a_selector_that_matches_nothing_is_named_with_all_others_of_its_kind():
     diagnosis = doctor(small(), "save: atention_out, @dots; offload: *Linear_2*")
     assert traps(diagnosis) == ["unmatched_name"] * 2
@@ -111,9 +108,6 @@ def test_a_block_that_is_never_called():
     assert traps(diagnosis) == ["unreached_block"] * 2
     assert [finding.block for finding in diagnosis.findings] == ["Elsewhere", "layers_*"]
     assert doctor(small(), {"layer_*": "full"}).ok
-
-
-# --- offload --------------------------------------------------------------------------------------------------------------
 
 
 class Output(nn.Module):
@@ -191,9 +185,6 @@ def test_the_pinned_pool(monkeypatch):
     assert doctor(workload, "offload_inputs").ok
     larger = mean_square(Stack(Output, 3), struct(6 * 2**27, WIDTH), Output)
     assert "64.0 GiB" in doctor(larger, "offload_inputs").findings[0].problem
-
-
-# --- how checkpoints stand in the program ---------------------------------------------------------------------------------
 
 
 class Checkpointed(nn.Module):
@@ -301,9 +292,6 @@ def test_a_flag_that_is_traced_because_its_index_is_wrong():
     assert executed(wrong) > executed(right)
 
 
-# --- what comes back --------------------------------------------------------------------------------------------------------
-
-
 def test_the_diagnosis_is_plain_data_and_prints():
     diagnosis = doctor(small(), "save: atention_out")
     plain = json.loads(json.dumps(diagnosis.to_dict()))
@@ -318,7 +306,7 @@ def test_the_diagnosis_is_plain_data_and_prints():
 
 def test_bad_arguments_are_errors_and_no_findings():
     with pytest.raises(ArgumentError, match="workload="):
-        doctor(lambda: None, "full")  # type: ignore[arg-type]
+        doctor(lambda: None, "full")
     with pytest.raises(PolicyError, match="Did you mean 'full'"):
         doctor(small(), "ful")
     with pytest.raises(TargetError, match="h2000"):

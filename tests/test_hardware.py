@@ -184,9 +184,9 @@ def test_targets_are_frozen_hashable_and_survive_a_pickle() -> None:
         assert twin == h200 and hash(twin) == hash(h200)
     assert dataclasses.replace(h200, devices=8) != h200
     with pytest.raises(TypeError):
-        h200.peak_flops["bfloat16"] = 1.0  # type: ignore[index]
+        h200.peak_flops["bfloat16"] = 1.0
     with pytest.raises(dataclasses.FrozenInstanceError):
-        h200.memory_bytes = 1  # type: ignore[misc]
+        h200.memory_bytes = 1
 
 
 @pytest.mark.parametrize(

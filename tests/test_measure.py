@@ -31,11 +31,8 @@ KERNELS = LAYERS * (WIDTH * HIDDEN * 2 + HIDDEN + WIDTH)
 measure_module = importlib.import_module("remat_jax.memory.measure")
 
 
-def workload(scanned: bool = False, block: Any = Block, rows: int = ROWS, **options: Any) -> rj.Workload:
-    return perceptrons(rows, layers=LAYERS, scanned=scanned, block=block, optimizer=optax.adam(1e-3), **options)
-
-
-# --- CPU --------------------------------------------------------------------------------------------------------------
+def workload(scan: bool = False, block: Any = Block, rows: int = ROWS, **options: Any) -> rj.Workload:
+    return perceptrons(rows, layers=LAYERS, scanned=scan, block=block, optimizer=optax.adam(1e-3), **options)
 
 
 @pytest.mark.parametrize("donate", [True, False])
@@ -88,8 +85,6 @@ def test_offload_on_the_cpu_says_that_there_is_one_memory():
     assert "offload: offered" in str(report) and "warning: a CPU has one memory" in str(report)
     assert report.to_dict()["receipt"]["offered_bytes"] == 4 * LAYERS * 64 * WIDTH
 
-
-# --- H200 -------------------------------------------------------------------------------------------------------------
 
 POLICIES = ("full", "offload_inputs", "dots_with_no_batch_dims", "offload_dot_with_no_batch_dims")
 
@@ -189,9 +184,6 @@ def test_unrolled_offload_of_a_transformers_inputs_frees_memory():
     assert offload.temp_bytes < full.temp_bytes
 
 
-# --- receipts ---------------------------------------------------------------------------------------------------------
-
-
 def test_what_did_not_happen_is_a_warning(monkeypatch):
     """The compiler's answers are made up: the test checks the receipt."""
     nothing = Sizes(**dict.fromkeys((field.name for field in dataclasses.fields(Sizes) if field.type == "int"), 0))
@@ -224,9 +216,6 @@ def test_what_did_not_happen_is_a_warning(monkeypatch):
         f"only 100 B of the {rj.report.format_bytes(offered)} offered are in host memory",
         "offload frees no device memory: the step needs 3 B more than with the offloaded arrays saved on the device",
     )
-
-
-# --- arguments, progress, answers from memory -------------------------------------------------------------------------
 
 
 def test_wrong_arguments_are_named_before_anything_is_compiled():

@@ -118,9 +118,7 @@ def test_another_process_finds_it_on_disk_as_it_was(folder: pathlib.Path, asked:
         lambda text: text.replace("\n", ""),
     ],
 )
-def test_a_file_that_is_not_as_it_was_written_is_compiled_again(
-    folder: pathlib.Path, asked: list[str], spoil: Callable[[str], str]
-) -> None:
+def test_a_file_that_is_not_as_it_was_written_is_compiled_again(folder, asked, spoil):
     ask(program())
     (path,) = folder.iterdir()
     spoiled = spoil(path.read_text())
@@ -166,9 +164,7 @@ def test_all_that_the_answer_depends_on_is_in_its_name(monkeypatch: pytest.Monke
     assert {"compile/child.py", "step_time/schedule.py", "hardware/slices.py", "hardware/rates.py"} <= read
 
 
-def test_nothing_is_kept_on_disk_for_the_cpu_or_where_it_is_off(
-    monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, asked: list[str]
-) -> None:
+def test_nothing_is_kept_on_disk_for_the_cpu_or_where_it_is_off(monkeypatch, folder, asked):
     ask(program(), name="cpu")
     monkeypatch.setenv(cache.VARIABLE, "off")
     ask(program())
@@ -192,9 +188,7 @@ def test_the_folder_is_the_users_cache_folder_unless_named(monkeypatch: pytest.M
     assert cache._folder(H200) is None and cache.read("none", H200, dict) is None
 
 
-def test_the_oldest_go_and_nothing_else_is_left_behind(
-    monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, asked: list[str]
-) -> None:
+def test_the_oldest_go_and_nothing_else_is_left_behind(monkeypatch, folder, asked):
     monkeypatch.setattr(cache, "MOST_FILES", 3)
     for index in range(5):
         ask(program(scale=index + 10.0))
@@ -211,9 +205,6 @@ def test_a_failure_is_not_kept(monkeypatch: pytest.MonkeyPatch, folder: pathlib.
         with pytest.raises(CompileError, match="exit status 3"):
             ask(program(), name="cpu")
     assert ask(program(), name="cpu")["full"].argument == 32
-
-
-# --- what others may have written -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mode", "used"), [(0o700, True), (0o755, True), (0o777, False), (0o1777, False)])
@@ -261,9 +252,7 @@ def test_a_pipe_and_what_is_nested_too_deep_are_none(folder: pathlib.Path, asked
     assert len(asked) == 3
 
 
-def test_what_lies_in_a_folder_that_others_may_write_is_not_used_unless_that_is_sticky(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
+def test_what_lies_in_a_folder_that_others_may_write_is_not_used_unless_that_is_sticky(monkeypatch, tmp_path):
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "open" / "mine" / "kept"))
     (tmp_path / "open" / "mine").mkdir(parents=True)
     for mode, used in ((0o755, True), (0o777, False), (0o1777, True)):
@@ -277,9 +266,7 @@ def test_what_lies_in_a_folder_that_others_may_write_is_not_used_unless_that_is_
     ("name", "members", "used"),
     [("me", [], True), ("me", ["me"], True), ("me", ["me", "you"], False), ("users", [], False), (None, [], False)],
 )
-def test_what_a_group_may_write_is_used_if_the_user_is_alone_in_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, name: str | None, members: list[str], used: bool
-) -> None:
+def test_what_a_group_may_write_is_used_if_the_user_is_alone_in_it(monkeypatch, tmp_path, name, members, used):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept").chmod(0o775)
 
@@ -294,9 +281,7 @@ def test_what_a_group_may_write_is_used_if_the_user_is_alone_in_it(
     assert cache._is_others(tmp_path / "kept", sticky=False) != used
 
 
-def test_a_home_is_expanded_and_a_folder_that_cannot_be_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, asked: list[str]
-) -> None:
+def test_a_home_is_expanded_and_a_folder_that_cannot_be_is_a_warning(monkeypatch, tmp_path, asked):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv(cache.VARIABLE, "~/kept")
     assert cache._folder(H200) == tmp_path / "kept"

@@ -37,9 +37,6 @@ def workload(rows: int = ROWS, **options: Any) -> rj.Workload:
     return perceptrons(rows, WIDTH, layers=LAYERS, **options)
 
 
-# --- the option -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("held", [0, 10 * GIB, 39 * GIB])
 @pytest.mark.parametrize("limit", [1, 2 * GIB, 40 * GIB, 100 * GIB, MEMORY])
 def test_the_factor_is_the_largest_within_the_limit(limit: int, held: int) -> None:
@@ -98,9 +95,6 @@ def test_a_limit_is_written_as_a_budget_is(given: Any, expected: int | None) -> 
 def test_what_is_no_limit_is_refused_before_anything_is_traced(given: Any, on: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         rj.measure(workload(128), "no such policy", on, memory_limit=given)
-
-
-# --- what it does -----------------------------------------------------------------------------------------------------
 
 
 @needs_gpu_compiler
@@ -169,9 +163,6 @@ def test_the_cache_keeps_limits_apart(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert [sizes.temp for sizes in first] == [1, 2, 3, 2, 1, 1]
     assert compiled == [{}, {OPTION: 35}, {OPTION: 17}]
     assert [sizes.limit_options for sizes in first[:3]] == compiled
-
-
-# --- plans ------------------------------------------------------------------------------------------------------------
 
 
 @needs_gpu_compiler

@@ -51,9 +51,6 @@ def arrays() -> tuple[Any, Any]:
     return jnp.asarray(random.normal(size=(4, 4)) / 2, dtype), jnp.asarray(random.normal(size=(3, 4)), dtype)
 
 
-# --- who is linked ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", OFFLOADS)
 def test_consecutive_blocks_of_a_model_are_linked(policy: str) -> None:
     loss, params, x = make_loss(layers=4)
@@ -191,9 +188,6 @@ def test_no_trace_is_kept_alive_by_an_integer_output(inside: str, policy: str) -
     assert not any(link.outputs or link.values for link in overlap._links.get())
 
 
-# --- nothing else changes ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("policy", "model"), [(OFFLOADS[0], Attention), (OFFLOADS[1], Mlp)])
 def test_links_change_no_value(policy: str, model: Any, x64: None) -> None:
     loss, params, x = make_loss(model, layers=3)
@@ -280,8 +274,6 @@ def test_links_cost_no_matmul_and_move_nothing_more() -> None:
     gradient.clear_cache()
     assert (matmuls(gradient, params, x), to_host(gradient, params, x)) == alone
 
-
-# --- what the compiler makes of it ------------------------------------------------------------------------------------
 
 SCRIPT = """
 import remat_jax as rj

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import jax
 import pytest
@@ -37,9 +36,7 @@ def test_a_model_has_the_residuals_that_policies_are_drawn_from(name: str) -> No
 
 
 @pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
-def test_a_small_run_prints_the_table_and_keeps_the_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_small_run_prints_the_table_and_keeps_the_rows(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     arguments = ["--only", "mlp", "--policies", "2", "--calibration", "1", "--layers", "3", "--output", str(tmp_path)]
     assert predict_memory.main(arguments) == 0

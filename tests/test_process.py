@@ -62,9 +62,6 @@ def other_child(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, script:
     monkeypatch.setattr(compiler, "CHILD", path)
 
 
-# --- it dies ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("script", "message"),
     [
@@ -94,9 +91,7 @@ def other_child(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, script:
         ),
     ],
 )
-def test_a_compiler_that_dies_is_an_error_here(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, script: str, message: str
-) -> None:
+def test_a_compiler_that_dies_is_an_error_here(monkeypatch, tmp_path, script, message):
     exported = program()
     with monkeypatch.context() as patched:
         other_child(patched, tmp_path, script)
@@ -157,9 +152,6 @@ def test_a_compiler_without_memory_is_an_error_that_says_so(monkeypatch: pytest.
     assert compiled(exported, "h200").argument == 64 * 32 * 4
 
 
-# --- it does not come to an end ---------------------------------------------------------------------------------------
-
-
 HANGING = """
 import pathlib, subprocess, time
 pathlib.Path(STARTED).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
@@ -177,8 +169,6 @@ def test_a_compiler_that_hangs_is_stopped_with_what_it_started(monkeypatch: pyte
     assert compiled(program()).argument == 64 * 32 * 4, "the next call works"
     assert has_ended(started.read_text())
 
-
-# --- nobody waits for it any more ------------------------------------------------------------------------------------
 
 SLOW = """
 import json, os, pathlib, sys, time
@@ -200,9 +190,7 @@ def slow_child(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("keys", [("quick", "slow"), ("slow", "quick")])
-def test_where_one_step_is_refused_the_others_are_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, keys: tuple[str, str]
-) -> None:
+def test_where_one_step_is_refused_the_others_are_not_waited_for(monkeypatch, tmp_path, keys):
     slow_child(monkeypatch, tmp_path)
     programs = [replace(program(layers + 1), key=key) for layers, key in enumerate(keys)]
     with pytest.raises(CompileError, match="refused policy=quick: refused at once"):
@@ -224,9 +212,6 @@ def test_an_interrupted_call_ends_its_compilers(monkeypatch: pytest.MonkeyPatch,
         measure_many(job, ["off", "full"], "cpu", timeout=60)
     assert not (tmp_path / "ended").exists()
     assert all(has_ended(path.name.removeprefix("started_")) for path in tmp_path.glob("started_*"))
-
-
-# --- it is asked again ------------------------------------------------------------------------------------------------
 
 
 def test_the_next_program_is_compiled_by_the_same_process() -> None:
@@ -252,9 +237,7 @@ def test_another_environment_or_a_long_wait_is_another_process(monkeypatch: pyte
     assert not children() & {first, second} and len(children() - before) == 1
 
 
-def test_what_an_earlier_program_said_is_not_said_of_a_later_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
+def test_what_an_earlier_program_said_is_not_said_of_a_later_one(monkeypatch, tmp_path):
     script = """
 import json, sys
 for place, line in enumerate(sys.stdin):
@@ -291,9 +274,6 @@ def test_a_forked_process_starts_its_own() -> None:
     assert os.waitpid(fork, 0)[1] == 0 and mine.process.poll() is None and process._idle._waiting == [mine]
 
 
-# --- it refuses -------------------------------------------------------------------------------------------------------
-
-
 def test_without_the_gpu_compiler_the_command_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     exported = program()
     monkeypatch.setattr(compat.xla, "gpu_compiler_installed", lambda: False)
@@ -302,9 +282,6 @@ def test_without_the_gpu_compiler_the_command_is_given(monkeypatch: pytest.Monke
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(UnsupportedError, match="published for Linux only; use target='cpu' here"):
         compiled(exported, "h200")
-
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_pallas_kernel_for_a_device_that_has_no_name_says_what_to_add() -> None:

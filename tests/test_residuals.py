@@ -141,7 +141,6 @@ def test_through_cond_custom_vjp_jit_and_rng_keys():
 
 
 def test_a_kept_rng_key_counts_its_data():
-    @rj.block
     def keyed(x, key):
         return jnp.sin(x) * jax.random.normal(key, x.shape)
 

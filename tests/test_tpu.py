@@ -35,7 +35,7 @@ from remat_jax.planning.division import Shares, residual_shares
 from tests.small_models import Stack
 from tests.workloads import mean_square, struct
 
-LAYERS, WIDTH, ROWS = 4, 512, 2048
+LAYERS, WIDTH, ROWS = 4, 256, 2048
 RESIDUAL = ROWS * WIDTH * 2
 """The bytes of a block's input."""
 
@@ -54,7 +54,6 @@ def job(*, scan: bool = True, rows: int = ROWS) -> rj.Workload:
 
 @functools.cache
 def measured() -> rj.MemoryReport:
-    """The offload of the block inputs on a v5p, which several tests look at: compiling for a TPU takes ten seconds."""
     return rj.measure(job(), "offload_inputs", "v5p")
 
 
@@ -68,8 +67,9 @@ def test_sizes_are_those_of_the_compiler(tmp_path: Path) -> None:
     assert 0.9 < sum(buffer.nbytes for buffer in report.live) / report.device_bytes <= 1  # the rest lies between buffers
 
 
-def test_scanned_offload_moves_every_byte_and_its_copies_are_timed() -> None:
-    receipt, overlap = measured().receipt, measured().overlap
+def test_scanned_offload_moves_every_byte_and_its_copies_and_cycles_are_timed() -> None:
+    report = measured()
+    receipt, overlap = report.receipt, report.overlap
     assert receipt is not None and overlap is not None
     assert (receipt.offered_bytes, receipt.host_bytes) == (LAYERS * RESIDUAL, LAYERS * RESIDUAL)
     assert (overlap.out.count, overlap.out.bytes, overlap.back.bytes) == (LAYERS, LAYERS * RESIDUAL, LAYERS * RESIDUAL)
@@ -77,9 +77,6 @@ def test_scanned_offload_moves_every_byte_and_its_copies_are_timed() -> None:
     seconds = LAYERS * (RESIDUAL / (rates.out_bytes_per_s or 1) + rates.copy_seconds)
     assert overlap.out.seconds == pytest.approx(seconds, rel=1e-6)
 
-
-def test_the_time_is_that_of_the_cycles_of_every_iteration() -> None:
-    report = measured()
     assert report.compute_seconds is not None and not report.untimed and "flops" not in report.assumed_rates
     flops = 2 * (2 * 4 * WIDTH * WIDTH * LAYERS) * ROWS * 4  # forward, again, and twice backward
     least = flops / target("v5p").peak_flops["bfloat16"]
@@ -87,7 +84,7 @@ def test_the_time_is_that_of_the_cycles_of_every_iteration() -> None:
 
 
 def test_a_step_that_does_not_fit_has_sizes_and_the_compilers_words() -> None:
-    (report,) = measure_many(job(rows=2**21), ["full"], "v5e")
+    (report,) = measure_many(job(rows=2**22), ["full"], "v5e")
     assert report.device_bytes > 16 * 2**30 > (target("v5e").memory_bytes or 0)
     assert report.seconds is None and report.no_time == "the step does not fit"
     assert any("because it does not fit: Ran out of memory" in warning for warning in report.warnings)
@@ -108,7 +105,7 @@ def test_what_the_hardware_refuses_and_takes() -> None:
 
 def test_a_plan_is_a_step_that_the_compiler_takes() -> None:
     overstated = dataclasses.replace(target("v5e"), memory_bytes=2**37)
-    plan = rj.plan(job(rows=2**21), "100GiB", overstated)  # `full` needs 22 GiB, and the compiler refuses it
+    plan = rj.plan(job(rows=2**22), "100GiB", overstated)  # `full` needs 22 GiB, and the compiler refuses it
     assert plan.timed and plan.host_bytes > 0 and plan.device_bytes < (target("v5e").memory_bytes or 0)
     assert any(nbytes > 16 * 2**30 for _, nbytes in plan.tried)
     assert not any(word in note for note in plan.notes for word in ("Triton", "cuBLAS", "GPU"))
@@ -134,7 +131,7 @@ def test_a_mesh_over_two_slices() -> None:
 
 def test_a_refused_step_hides_no_time_and_no_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = [
-        Compared(name, SimpleNamespace(seconds=seconds, refused=seconds is None, assumed_rates=()), None, 9.0, 9.0, None, None)  # type: ignore[arg-type]
+        Compared(name, SimpleNamespace(seconds=seconds, refused=seconds is None, assumed_rates=()), None, 9.0, 9.0, None, None)
         for name, seconds in (("off", None), ("full", 2.0))
     ]
     gathered = compared.Gathered(job(), target("v5e"), policies=shown)
@@ -144,21 +141,15 @@ def test_a_refused_step_hides_no_time_and_no_shares(monkeypatch: pytest.MonkeyPa
     assert residual_shares(job().on_mesh("fsdp=4"), target("4xv5e")) == Shares({}, 0.25)
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "devices", "hosts", "slices", "shape"),
     [
         ("v5e", 1, 1, 1, (1, 1)),
         ("4xv5e", 4, 1, 1, (2, 2)),
         ("v5litepod-16", 16, 4, 1, (4, 4)),
-        ("v5p-128", 64, 16, 1, (4, 4, 4)),
         ("V5P:4x4x8", 128, 32, 1, (4, 4, 8)),
-        ("v5p-3072", 1536, 384, 1, (8, 12, 16)),
         ("2xv5p-128", 128, 32, 2, (4, 4, 4)),
         ("v4-64", 32, 8, 1, (2, 4, 4)),
-        ("v6e-256", 256, 64, 1, (16, 16)),
         ("tpu7x-8", 8, 1, 1, (2, 2, 1)),
         ("2xtpu7x", 2, 1, 1, (1, 1, 1)),
         ("TPU v5 lite", 1, 1, 1, (1, 1)),
@@ -177,7 +168,6 @@ def test_names_of_slices(name: str, devices: int, hosts: int, slices: int, shape
         ("v5e:3x3", "is no slice of v5e: the shapes are 1x1, 2x2, 2x4"),
         ("v5p:8x4x4", "is no slice of v5p: the shapes are"),
         ("3xv5e", "there is no slice of 3 devices; slices are 1xv5e, 4xv5e"),
-        ("2x4xv5e", "has several readings"),
         ("3x2xv5p-8", "has several readings"),
         ("v9-4", "is not a known target"),
     ],
@@ -203,9 +193,6 @@ def test_a_slice_of_a_users_chip(tmp_path: Path) -> None:
     path.write_text(mine.replace('topology = "v5e"\n', ""), encoding="utf-8")
     with pytest.raises(TargetError, match=r"\[mine.compiler\]: {'topology': None}"):
         target(f"{path}:mine")
-
-
-# --- what is refused, and quiet ---------------------------------------------------------------------------------------
 
 
 def test_a_compiler_that_is_missing_or_of_another_jax(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +237,7 @@ def test_libtpu_is_quiet_where_there_is_no_tpu(tmp_path: Path) -> None:
     script = "import remat_jax, jax; print(jax.devices()[0].platform)"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
     assert (run.stdout, run.stderr) == ("cpu\n", "")
-    for device, kind in (("card", "0x020000"), ("disk", "0x010802"), ("chip", "0x088000")):
+    for device, kind in (("card", "0x020000"), ("chip", "0x088000")):
         assert not google.has_tpu(tmp_path)
         (tmp_path / device).mkdir()
         (tmp_path / device / "vendor").write_text("0x1ae0\n")

@@ -50,9 +50,7 @@ def test_the_table_has_the_oldest_a_middle_and_the_newest_jax() -> None:
 
 
 @pytest.mark.parametrize(("there", "status", "word"), [("0.10.2", 0, "passed"), ("0.11.2", 1, "FAILED")])
-def test_each_version_runs_the_tests_with_its_own_flags_and_its_own_jax(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], there: str, status: int, word: str
-) -> None:
+def test_each_version_runs_the_tests_with_its_own_flags_and_its_own_jax(monkeypatch, capsys, there, status, word):
     calls: list[tuple[Any, list[str], bool]] = []
 
     def pretend(command: list[Any], cwd: Path, env: dict[str, str], check: bool) -> subprocess.CompletedProcess[str]:
@@ -79,6 +77,8 @@ def test_each_version_runs_the_tests_with_its_own_flags_and_its_own_jax(
 
 
 def test_an_environment_is_made_once_and_the_newest_asked_for_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert versions.installed(Path(sys.executable)) == jax.__version__
+    assert versions.interpreter(f"{sys.version_info.major}.{sys.version_info.minor}") and versions.interpreter("3.99") is None
     commands: list[list[str]] = []
 
     def pretend(command: list[Any], check: bool) -> None:
@@ -96,5 +96,3 @@ def test_an_environment_is_made_once_and_the_newest_asked_for_again(monkeypatch:
     assert [words[7] for words in commands if "install" in words] == ["jax==0.11.2", "jax", "jax"]
     versions.install(versions.Version("3.12", "0.11.2", versions.REMAT3), "python3.12")
     assert len(commands) == 5
-    assert versions.installed(Path(sys.executable)) == jax.__version__
-    assert versions.interpreter(f"{sys.version_info.major}.{sys.version_info.minor}") and versions.interpreter("3.99") is None
