@@ -51,14 +51,6 @@ def test_cpu_figures_are_those_of_this_processs_own_compiler(donate):
     assert (report.policy, report.target, report.workload, report.jax_version) == ("dots", "cpu", "loss", jax.__version__)
 
 
-def test_remat_under_scan_costs_on_the_cpu_what_nn_remat_costs():
-    jobs = {"ours": workload(True, rj.remat(Block)), "theirs": workload(True, nn.remat(Block, prevent_cse=False))}
-    programs = [export_step(name, job.step("off"), target("cpu")) for name, job in jobs.items()]
-    sizes = compile_programs(programs, target("cpu"), timeout=300)
-    assert abs(sizes["ours"].temp - sizes["theirs"].temp) <= 0.02 * sizes["theirs"].temp
-    assert sizes["ours"].temp < 0.7 * rj.measure(workload(True), "off").temp_bytes
-
-
 def test_a_finished_step_policy_objects_and_mappings_on_the_cpu():
     job = workload(True, rows=64)
 
@@ -307,8 +299,7 @@ def test_a_policy_that_frees_nothing_is_said() -> None:
     assert rj.measure(job, "off", "cpu").warnings == () == rj.measure(job, "everything", "cpu").warnings
 
 
-@pytest.mark.parametrize(("most", "compiled"), [(2**30, ["full", "off"]), (0, ["full"])])
-def test_only_a_small_step_is_compiled_without_its_policy_too(monkeypatch: Any, most: int, compiled: list[str]) -> None:
+def test_a_large_step_is_not_compiled_without_its_policy_too(monkeypatch) -> None:
     seen: list[str] = []
 
     def watched(programs: Any, *args: Any, **options: Any) -> Any:
@@ -316,10 +307,9 @@ def test_only_a_small_step_is_compiled_without_its_policy_too(monkeypatch: Any, 
         return compile_programs(programs, *args, **options)
 
     monkeypatch.setattr(measure_module, "compile_programs", watched)
-    monkeypatch.setattr(measure_module, "_SMALL", most)
+    monkeypatch.setattr(measure_module, "_SMALL", 0)
     (text,) = rj.measure(small_job(optax.adam(1e-3), rows=2), "full", "cpu").warnings
-    assert seen == compiled
-    assert "drops 48.0 KiB of residuals" in text and ("can free little" in text) == (most == 0)
+    assert seen == ["full"] and "drops 48.0 KiB of residuals" in text and "can free little" in text
 
 
 def test_on_a_mesh_a_device_frees_its_share_of_what_a_policy_drops() -> None:
