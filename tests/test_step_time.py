@@ -214,6 +214,19 @@ def test_every_round_of_a_loop_exchanges() -> None:
     assert timed.exchanges.count == 3 and timed.seconds == 3 * (3 * 0.25 + 28.0)
 
 
+def test_a_loop_inside_a_loop_runs_as_often_as_both_say() -> None:
+    def loop(body: str, trips: int) -> str:
+        given = f'body=%{body}, backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
+        return f"ROOT %w = f32[10,10]{{1,0}} while(%x), condition=%c, {given}"
+
+    bodies = {"inner": "ROOT %n = f32[10,10]{1,0} negate(%x)", "outer": loop("inner", 3)}
+    others = "".join(
+        f"%{name} (x: f32[10,10]) -> f32[10,10] {{\n  %x = f32[10,10]{{1,0}} parameter(0)\n  {root}\n}}\n"
+        for name, root in bodies.items()
+    )
+    assert step_time(module(loop("outer", 2), others=others), target("h200"), RATES).seconds == 2 * 3 * (0.5 + 8)
+
+
 def test_a_network_without_a_rate_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"all-gather.*network_bytes_per_s for several hosts"):
         step_time(module(f"ROOT %g = {GATHER}"), target("2x4xl4"))
