@@ -26,9 +26,9 @@ class Block(nn.Module):
 
 
 def workload(scan: bool = False, dtype: Any = jnp.float32, block: Any = Block) -> rj.Workload:
-    job = mean_square(Stack(block, LAYERS, scan), struct(ROWS, WIDTH, dtype=dtype), Block)
-    params = jax.tree.map(lambda leaf: struct(*leaf.shape, dtype=dtype), job.params)
-    return rj.Workload(job.loss, params, job.batch, Block)
+    job = mean_square(Stack(block, LAYERS, scan), struct(ROWS, WIDTH), Block)
+    given = jax.tree.map(lambda leaf: struct(*leaf.shape, dtype=dtype), (job.params, job.batch))
+    return rj.Workload(job.loss, *given, Block)
 
 
 def totals(job: rj.Workload, policy: Any) -> tuple[int, int, int]:
@@ -128,19 +128,20 @@ class Odd(nn.Module):
 
 def test_through_cond_custom_vjp_jit_and_rng_keys():
     key, x = jax.eval_shape(jax.random.key, 0), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    model = nn.Sequential([nn.Dense(WIDTH, use_bias=False), Odd(name="a"), Odd(name="b")])
+    model = nn.Sequential([nn.Dense(WIDTH, use_bias=False), Odd(), Odd()])
     params = jax.eval_shape(lambda k, x: model.init({"params": k, "dropout": k}, x), key, x)
     job = rj.Workload(lambda p, x, k: (model.apply(p, x, rngs={"dropout": k}) ** 2).mean(), params, (x, key), Odd)
     assert totals(job, "full")[:2] == (4 * 3 * X, 0)  # both inputs, and outside the blocks the squared output's
     assert totals(job, "offload_inputs")[:2] == (4 * X, 4 * 2 * X)
     assert totals(job, "everything")[0] == totals(job, "off")[0]
-    saved = {row.name for row in rj.residuals(job, "save: *cos*, *tanh*") if row.action == "save"}
-    assert {"a:cos#0", "a:tanh#0", "b:cos#0", "b:tanh#0"} <= saved
+    saved = {row.name.rpartition("/")[2] for row in rj.residuals(job, "save: *cos*, *tanh*") if row.action == "save"}
+    assert {f"layers_{index}:{primitive}#0" for index in (1, 2) for primitive in ("cos", "tanh")} <= saved
     # The dropout mask: one byte each.
     assert {row.bytes for row in rj.residuals(job, "save: *Dropout_0:lt*") if "Dropout_0:lt" in row.name} == {X}
 
 
 def test_a_kept_rng_key_counts_its_data():
+    @rj.block
     def keyed(x, key):
         return jnp.sin(x) * jax.random.normal(key, x.shape)
 
