@@ -20,7 +20,6 @@ from remat_jax.diagnosis.beyond import compiled_advice
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import (
-    DONATION,
     DTYPE,
     HEAD,
     MICRO,
@@ -185,19 +184,6 @@ def test_what_is_not_donated_is_known_without_a_trace() -> None:
     assert not traces
 
 
-def test_donation_of_a_finished_step() -> None:
-    work = job(vocabulary=8192, rows=1, length=16)
-    step = work.step("off")
-
-    def made(**donated: Any) -> rj.Workload:
-        return rj.Workload.from_step(step.function, *step.arguments, blocks=Block, **donated)
-
-    estimated = assert_mended(made(), made(donate_argnums=(0, 1)), DONATION, 0.1, policy="off")
-    assert "donate_argnums=(0, 1)" in estimated.how
-    (advice,) = (each for each in rj.doctor(made(), "off", "h200").advice if each.what == DONATION)
-    assert advice.compiled and advice.bytes == pytest.approx(estimated.bytes, rel=0.1)
-
-
 def test_the_doctor_compiles_what_it_advises() -> None:
     work, offloaded = job(vocabulary=8192), job(vocabulary=8192, optimizer=rj.offload_optimizer(optax.adam(1e-3)))
     need, estimated = advised(work)
@@ -238,13 +224,10 @@ def test_only_trained_parameters_have_gradients_and_optimizer_state() -> None:
     assert advice.why.endswith("state of the 512.0 KiB that are trained")
 
 
-def test_a_batch_of_one_row_cannot_be_divided() -> None:
+def test_a_batch_that_cannot_be_divided_gets_no_advice_on_micro_batches() -> None:
     for rows, divides in ((1, False), (2, True), (3, False)):
         work = job(rows=rows)
         assert micro_batches_divide(work, work.step("off").local_arguments) is divides
-
-
-def test_a_loss_of_one_batch_size_gets_no_advice_on_micro_batches() -> None:
     work = job()
     loss = work.loss
     assert MICRO in advised(work)[1]

@@ -174,30 +174,20 @@ def test_donated_arguments_as_they_are_advised_for_each_jit(kind: str) -> None:
     )
     options = {"donate": "all"} if kind == "equinox.filter_jit" else {"donate_argnums": (0, 1)}
     after = rj.Workload.from_step(jit(update, **options), *arguments, blocks="scans")
+    (compiled,) = (each for each in rj.doctor(before, "off", "h200").advice if each.what == DONATION)
+    assert compiled.compiled and compiled.bytes == pytest.approx(advice[DONATION].bytes, rel=0.2)
     left, advice_after = advised(after, "off")
     assert DONATION not in advice_after
     assert 0.8 * (need - left) < advice[DONATION].bytes <= need - left and need - left > 4 * 2**20
 
 
 @needs_gpu_compiler
-def test_micro_batches_by_the_plan_and_by_hand_free_what_is_advised() -> None:
+def test_micro_batches_of_the_plan_free_what_is_advised() -> None:
     work = job()
     need, advice = advised(work)
     said, budget = advice[MICRO].bytes, int(need - 0.9 * advice[MICRO].bytes)
     made = rj.plan(work, budget, "h200", allow="micro_batches")
     assert made.micro_batches == 2 and need - made.device_bytes > 0.9 * said
-
-    def sums(params: Any, tokens: Any, targets: Any) -> Any:
-        return work.loss(params, tokens, targets) * targets.size, targets.size
-
-    def step(params: Any, state: Any, *batch: Any) -> Any:
-        gradients = rj.accumulate_gradients(sums, 2)(params, *batch)[1]
-        changes, state = work.optimizer.update(gradients, state)
-        return optax.apply_updates(params, changes), state
-
-    arguments = work.params, jax.eval_shape(work.optimizer.init, work.params), *work.batch
-    by_hand = rj.Workload.from_step(jax.jit(step, donate_argnums=(0, 1)), *arguments, blocks=Block)
-    assert need - rj.measure(by_hand, "full", "h200").device_bytes > 0.85 * said
 
 
 @needs_gpu_compiler
