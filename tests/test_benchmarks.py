@@ -117,7 +117,7 @@ def answer_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
     def run(body: str) -> dict[str, Any]:
         (tmp_path / "one_row.py").write_text(body)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        seconds = 0.5 if "sleep" in body else 60
+        seconds = 1 if "sleep" in body else 60
         return child.run_child("one_row", JOB, seconds, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
 
     return run
@@ -129,7 +129,7 @@ def answer_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
         ("import sys; print('no memory', file=sys.stderr); sys.exit(3)", "ended with exit status 3; it said last: no memory"),
         ("import os; os.kill(os.getpid(), 9)", "ended with signal SIGKILL (out of host memory"),
         ("print('not JSON')", "ended with exit status 0"),
-        ("import time; time.sleep(60)", "not done after 0.5 s, stopped"),
+        ("import time; time.sleep(60)", "not done after 1 s, stopped"),
     ],
 )
 def test_a_child_that_fails_is_an_error_and_not_the_end(body: str, error: str, answer_of: Any) -> None:
@@ -167,22 +167,6 @@ def test_a_row_takes_its_median_and_is_related_to_off() -> None:
     assert "jax/scan/dots: skipped: no time was left" in text and Row("jax", "scan", "dots").holds
     with pytest.raises(ValueError, match="jax/scan/off: a row has no peek"):
         rows[0].take({"peek": 1}, tokens=1)
-
-
-def test_rows_without_time_are_skipped_and_the_rest_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = gpu.parse(["--dry-run", "--no-predict", "--output", str(tmp_path), "--only", "jax/unrolled/off,jax/scan/off"])
-    run = gpu.Run(options, tmp_path)
-    written = []
-
-    def once(module: str, job: Job, seconds: float, env: dict[str, str]) -> dict[str, object]:
-        written.append(json.loads((tmp_path / "modes.json").read_text())["rows"] if written else None)
-        run.ends = 0.0
-        return {"seconds": [1.0]}
-
-    monkeypatch.setattr(child, "run_child", once)
-    run.go()
-    rows = json.loads((tmp_path / "modes.json").read_text())["rows"]
-    assert len(written) == 1 and [row["status"] for row in rows] == ["done", "skipped"]
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
