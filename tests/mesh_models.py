@@ -17,6 +17,7 @@ import remat_jax as rj
 from examples.llama_70b import by_features
 from examples.models import llama
 from examples.models.functions import cross_entropy
+from tests.small_models import Mlp
 
 BATCH, LENGTH, LAYERS = 8, 16, 2
 CONFIG = llama.LlamaConfig(96, 32, 64, num_layers=LAYERS)
@@ -32,6 +33,8 @@ POLICIES: dict[str, Any] = {
 BY_SEQUENCE: dict[str, Any] = {"mesh": {"data": 2, "sequence": 4}, "over": P("data", "sequence"), "of_params": P()}
 """Partitions the positions of a sequence over four devices and the batch over two; parameters are replicated."""
 OF_SEQUENCE = ("offload_inputs", "dots")
+BY_FEATURES = ("offload_dots", "layers")
+"""The policies beside those of `two_processes.MODES`."""
 
 
 def small_llama(
@@ -56,6 +59,19 @@ def small_llama(
     return rj.Workload(loss, params, (tokens, tokens), llama.LlamaBlock, **options)
 
 
+X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+
+
+def mlp(batch: Any = (X,), **options: Any) -> rj.Workload:
+    """A perceptron on the sum of the arrays of its batch."""
+    params = jax.eval_shape(Mlp().init, jax.random.key(0), X)
+
+    def loss(params: Any, *batch: Any) -> Any:
+        return (Mlp().apply(params, sum(jax.tree.leaves(batch))) ** 2).sum()
+
+    return rj.Workload(loss, params, batch, Mlp, **options)
+
+
 def numbers(job: rj.Workload) -> tuple[Any, ...]:
     """Arguments of a step: random weights, tokens."""
     random = np.random.default_rng(0)
@@ -78,7 +94,7 @@ def main(path: str) -> None:
     for place, leaf in enumerate(jax.tree.leaves(jax.jit(alone.step("off").function)(*given))):
         arrays[f"alone/{place}"] = leaf
     divided, by_sequence = small_llama(MESH, **settings), small_llama(**BY_SEQUENCE, **settings)
-    cases = {name: (divided, name) for name in POLICIES} | {f"sequence {name}": (by_sequence, name) for name in OF_SEQUENCE}
+    cases = {name: (divided, name) for name in BY_FEATURES} | {f"sequence {name}": (by_sequence, name) for name in OF_SEQUENCE}
     for name, (job, policy) in cases.items():
         step = job.step(POLICIES[policy])
         mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(job.mesh.axis_sizes), job.mesh.axis_names)

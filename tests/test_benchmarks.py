@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,38 +21,18 @@ from benchmarks.gpu import __main__ as steps_command
 from benchmarks.gpu import child, judge, step_predict, step_run
 from benchmarks.gpu import modes as gpu
 from benchmarks.gpu.gradients import compare, compare_and_keep
-from benchmarks.gpu.job import SMALL, Job, Size, load_arrays, make_weights, parameter_shapes, save_arrays
-from benchmarks.gpu.rows import JAX_REFERENCE, ORDER, TORCH_REFERENCE, Case, Row, relate, table
+from benchmarks.gpu.job import SMALL, Job, load_arrays, make_weights, parameter_shapes, save_arrays
+from benchmarks.gpu.rows import ORDER, Row, relate, table
 from benchmarks.gpu.steps import ORDER as STEPS
-from benchmarks.gpu.steps import PLANS, TINY, StepJob
+from benchmarks.gpu.steps import TINY
 from benchmarks.record import ROOT, write_json
-from examples.models import linen, weights
+from examples.models import linen
 from remat_jax.hardware import target as target_named
 
 JOB = Job(SMALL, "unrolled", "off", "folder")
 
 
 # Jobs.
-
-
-def test_every_mode_and_policy_is_run_in_both_forms_and_the_references_come_first() -> None:
-    modes = {"off", "checkpoint", "offload", "dots", "offload_dot_with_no_batch_dims"}
-    wanted = {Case("jax", form, mode) for form in ("unrolled", "scan") for mode in modes}
-    wanted |= {Case("torch", "eager", mode) for mode in modes}
-    kinds = (("jax", "unrolled"), ("torch", "eager"))
-    wanted |= {Case(*kind, f"checkpoint+{variant}") for kind in kinds for variant in ("host_optimizer", "accumulate")}
-    wanted |= {Case("jax", "unrolled", f"{mode}+unlinked") for mode in ("offload", "offload_dot_with_no_batch_dims")}
-    assert set(ORDER) == wanted and len(ORDER) == len(wanted) == 21
-    for case in ORDER:
-        assert case.reference is None or ORDER.index(case.reference) < ORDER.index(case)
-    assert TORCH_REFERENCE.reference == JAX_REFERENCE and Case("torch", "eager", "offload").reference == TORCH_REFERENCE
-
-
-def test_the_command_line_sets_size_cases_and_budget() -> None:
-    options = gpu.parse(["--layers", "3", "--only", "jax/scan/offload,jax/unrolled/off", "--seconds", "60"])
-    assert options.size == dataclasses.replace(Size(), layers=3) and options.seconds == 60
-    assert [str(case) for case in options.only] == ["jax/unrolled/off", "jax/scan/offload"]
-    assert gpu.parse(["--dry-run", "--d-model", "64"]).size == dataclasses.replace(SMALL, d_model=64)
 
 
 @pytest.mark.parametrize(
@@ -71,13 +52,15 @@ def test_bad_usage_says_what_is_expected(arguments: list[str], message: str, cap
 def test_without_a_gpu_the_benchmark_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(gpu, "gpus", list)
     assert gpu.main([]) == 2 and "--dry-run" in capsys.readouterr().err
+    assert len(set(ORDER)) == len(ORDER) and len(set(STEPS)) == len(STEPS)
+    assert all(case.reference is None or ORDER.index(case.reference) < ORDER.index(case) for case in ORDER)
     assert cpu_main(["--only", "no such setting"]) == 2 and "linen unrolled full" in capsys.readouterr().err
 
 
 # The shared weights.
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_the_shared_weights_are_the_model_s_parameters(dtype: str, tmp_path: Path) -> None:
     size = dataclasses.replace(SMALL, dtype=dtype)
     model = linen.ByteDecoder(d_model=size.d_model, nhead=size.heads, num_layers=size.layers, max_len=size.length)
@@ -105,6 +88,11 @@ def test_the_worst_tensor_is_found_and_a_gradient_of_another_layer_does_not_agre
     assert compare(right, right)[::2] == (0, 0)
     assert compare(right, {"layers_0/kernel": right["layers_0/kernel"]}) == (np.inf, "layers_1/kernel", np.inf)
     assert compare(right, right | {"layers_0/kernel": np.full((8, 8), np.nan, "float32")})[::2] == (np.inf, np.inf)
+    # A gradient that cancels is measured by the global norm, and a bit of bfloat16 is seen.
+    reference, ones = {"large": np.array([1000.0]), "cancelled": np.array([1e-9])}, np.ones(4, jnp.bfloat16)
+    error, worst, _ = compare(reference, reference | {"cancelled": np.array([2e-9])})
+    assert worst == "cancelled" and error == pytest.approx(1e-9)
+    assert compare({"w": ones}, {"w": ones + np.asarray(2**-7, jnp.bfloat16)})[0] == 2**-7
 
 
 def test_gradients_are_kept_and_judged_as_the_job_says(tmp_path: Path) -> None:
@@ -119,23 +107,20 @@ def test_gradients_are_kept_and_judged_as_the_job_says(tmp_path: Path) -> None:
     assert not {"gradients_agree"} & compare_and_keep(dataclasses.replace(other, reference="none.npz"), right).keys()
 
 
-def test_a_gradient_that_cancels_is_measured_by_the_global_norm() -> None:
-    reference = {"large": np.array([1000.0]), "cancelled": np.array([1e-9])}
-    error, worst, _ = compare(reference, {"large": np.array([1000.0]), "cancelled": np.array([2e-9])})
-    assert worst == "cancelled" and error == pytest.approx(1e-9)
-
-
-def test_a_tiny_bfloat16_difference_is_seen() -> None:
-    ones = np.ones(4, jnp.bfloat16)
-    assert compare({"w": ones}, {"w": ones + np.asarray(2**-7, jnp.bfloat16)})[0] == 2**-7
-
-
 # Children.
 
 
-def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
-    (tmp_path / "one_row.py").write_text(body)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+@pytest.fixture
+def answer_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
+    """The answer to a child with this body."""
+
+    def run(body: str) -> dict[str, Any]:
+        (tmp_path / "one_row.py").write_text(body)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        seconds = 1 if "sleep" in body else 60
+        return child.run_child("one_row", JOB, seconds, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -144,37 +129,26 @@ def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None
         ("import sys; print('no memory', file=sys.stderr); sys.exit(3)", "ended with exit status 3; it said last: no memory"),
         ("import os; os.kill(os.getpid(), 9)", "ended with signal SIGKILL (out of host memory"),
         ("print('not JSON')", "ended with exit status 0"),
-        ("import time; time.sleep(60)", "not done after 2 s, stopped"),
+        ("import time; time.sleep(60)", "not done after 1 s, stopped"),
     ],
 )
-def test_a_child_that_fails_is_an_error_and_not_the_end(
-    body: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    children(tmp_path, monkeypatch, body)
-    answer = child.run_child("one_row", JOB, 2 if "sleep" in body else 60, {})
-    assert answer["error"].startswith(error)
+def test_a_child_that_fails_is_an_error_and_not_the_end(body: str, error: str, answer_of: Any) -> None:
+    assert answer_of(body)["error"].startswith(error)
 
 
-def test_a_child_gets_its_job_and_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_gets_its_job_and_its_environment(answer_of: Any, tmp_path: Path) -> None:
     body = "import json, os, sys; print('noise'); print(json.dumps({'mode': json.loads(sys.argv[1])['mode'], **os.environ}))"
-    children(tmp_path, monkeypatch, body)
-    answer = child.run_child("one_row", JOB, 60, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    answer = answer_of(body)
     assert answer["mode"] == "off" and answer["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    path = tmp_path / "predictions.jsonl"
+    path.write_text('{"case": "scan/off"}\n{"case": "scan/o')
+    assert child.read_lines(path) == [{"case": "scan/off"}], "a half-written line is left for later"
 
 
 def test_an_exception_in_a_child_is_its_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(job: Job) -> dict[str, str]:
-        raise MemoryError(f"RESOURCE_EXHAUSTED in {job.mode}")
-
     monkeypatch.setattr(sys, "argv", ["run", JOB.to_json()])
-    child.answer_with(run)
-    assert json.loads(capsys.readouterr().out) == {"error": "MemoryError: RESOURCE_EXHAUSTED in off"}
-
-
-def test_a_half_written_prediction_is_left_for_later(tmp_path: Path) -> None:
-    path = tmp_path / "predictions.jsonl"
-    path.write_text('{"case": "scan/off"}\n{"case": "scan/o')
-    assert child.read_lines(path) == [{"case": "scan/off"}]
+    child.answer_with(lambda job: {}[f"RESOURCE_EXHAUSTED in {job.mode}"])
+    assert json.loads(capsys.readouterr().out) == {"error": "KeyError: 'RESOURCE_EXHAUSTED in off'"}
 
 
 # Rows.
@@ -193,22 +167,6 @@ def test_a_row_takes_its_median_and_is_related_to_off() -> None:
     assert "jax/scan/dots: skipped: no time was left" in text and Row("jax", "scan", "dots").holds
     with pytest.raises(ValueError, match="jax/scan/off: a row has no peek"):
         rows[0].take({"peek": 1}, tokens=1)
-
-
-def test_rows_without_time_are_skipped_and_the_rest_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = gpu.parse(["--dry-run", "--no-predict", "--output", str(tmp_path), "--only", "jax/unrolled/off,jax/scan/off"])
-    run = gpu.Run(options, tmp_path)
-    written = []
-
-    def once(module: str, job: Job, seconds: float, env: dict[str, str]) -> dict[str, object]:
-        written.append(json.loads((tmp_path / "modes.json").read_text())["rows"] if written else None)
-        run.ends = 0.0
-        return {"seconds": [1.0]}
-
-    monkeypatch.setattr(child, "run_child", once)
-    run.go()
-    rows = json.loads((tmp_path / "modes.json").read_text())["rows"]
-    assert len(written) == 1 and [row["status"] for row in rows] == ["done", "skipped"]
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
@@ -256,35 +214,14 @@ def test_lines_are_counted_by_kind_and_all_of_them(capsys: pytest.CaptureFixture
     assert int(total) == sum(len(path.read_text().splitlines()) for path in ROOT.glob("remat_jax/**/*.py"))
 
 
-def test_unstacked_gradients_are_compared_layer_by_layer() -> None:
-    stacked = {"layers": {"kernel": np.arange(6.0).reshape(2, 3)}}
-    assert weights.flatten(weights.unstack_layers(stacked)).keys() == {"layers_0/kernel", "layers_1/kernel"}
-
-
 # Steps on a GPU: estimated, run, judged.
 
 
-def test_sixteen_steps_are_three_models_with_and_without_offload_and_plans() -> None:
-    assert len(set(STEPS)) == 16 and {model for model, _ in STEPS} == {"scanned", "unrolled", "mlp"}
-    for model in ("scanned", "unrolled", "mlp"):
-        assert {"off", "full", "offload_inputs"} <= {policy for name, policy in STEPS if name == model}
-        assert set(PLANS) <= {policy for name, policy in STEPS if name == model}
-
-
-def test_a_step_is_compiled_with_what_its_plan_needs() -> None:
-    job = StepJob("mlp", TINY["mlp"], {"Perceptron": "full"}, {"xla_no_such_option": 1}, 1, 2)
-    with pytest.raises(Exception, match="xla_no_such_option"):
-        step_run.run(StepJob.from_json(job.to_json()))
-
-
-def test_the_command_writes_one_file_of_what_was_estimated_and_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children_as_here: None
-) -> None:
+def test_the_command_writes_one_file_of_what_was_estimated_and_measured(tmp_path, monkeypatch, children_as_here):
     """Run in this process on its processor: the rest only starts processes."""
     options = steps_command.parse(["--dry-run", "--only", "mlp", "torch", "--output", str(tmp_path), "--commit", "abc"])
     run = steps_command.Run(options, tmp_path)
-    planned = "plan at 50 %"
-    order = [("mlp", "off"), ("mlp", "full"), ("mlp", planned)]
+    order = [("mlp", "off"), ("mlp", "full")]
     targets = {"calibrated": "cpu"}
 
     def tell(line: dict[str, Any]) -> None:
@@ -310,11 +247,11 @@ def test_the_command_writes_one_file_of_what_was_estimated_and_measured(
     off, full = rows["mlp", "off"], rows["mlp", "full"]
     assert full["loss"] == pytest.approx(off["loss"], rel=1e-2) and full["compiled_device_bytes"] == full["device_bytes"]
     assert full["estimated_seconds"]["calibrated"] > off["estimated_seconds"]["calibrated"] > 0
-    assert rows["mlp", planned]["error"] == rows["mlp", "offload_inputs"]["error"] == "not reached in time"
+    assert rows["mlp", "offload_inputs"]["error"] == "not reached in time"
     assert data["judged"]["ratio_error"].keys() == set(targets) and data["provenance"]["commit"] == "abc"
 
     again: list[dict[str, Any]] = []
-    ran_on_a_gpu = data | {"rows": [off | {"measured_peak_bytes": 2**20}, full, rows["mlp", planned], rows["torch", "off"]]}
+    ran_on_a_gpu = data | {"rows": [off | {"measured_peak_bytes": 2**20}, full, rows["torch", "off"]]}
     step_predict.predict_again(ran_on_a_gpu, targets, again.append)
     assert [(line["policy"], line["measured_peak_bytes"]) for line in again] == [("off", 2**20)]
     assert again[0]["device_bytes"] == off["device_bytes"]

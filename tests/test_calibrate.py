@@ -50,12 +50,6 @@ def test_copies_hide_as_far_as_both_take_less_than_one_after_the_other(monkeypat
     assert module.link_rates(device, 0.1) == (size / 4, size / 2, 0.5)
 
 
-def test_the_link_is_measured_between_two_memories(monkeypatch):
-    monkeypatch.setattr(module, "_COMPUTE_SIZE", 128)
-    out, back, hidden = module.link_rates(jax.devices()[0], 0.1)
-    assert out > 0 and back > 0 and 0 <= hidden <= 1
-
-
 def test_fastest_is_the_best_of_several_long_enough_runs(monkeypatch):
     now = [0.0]
     calls = []
@@ -119,7 +113,7 @@ def test_a_gpu_of_the_table_keeps_what_is_known_of_it(tmp_path):
     assert rates.flops["float8_e4m3fn"] == Rates.of("h200").flops["float8_e4m3fn"], "not measured, so nominal"
 
 
-@pytest.mark.parametrize("name", ["h200", "cpu", "b200"])
+@pytest.mark.parametrize("name", ["h200", "cpu"])
 def test_a_table_s_entry_written_and_read_is_the_same_target(tmp_path, name):
     path = tmp_path / "one.toml"
     path.write_text(target_text(name, entry(name)), encoding="utf-8")
@@ -130,8 +124,5 @@ def test_a_table_s_entry_written_and_read_is_the_same_target(tmp_path, name):
 def test_bad_arguments(name, seconds):
     with pytest.raises(TargetError, match="expected"):
         calibrate(name, seconds=seconds)
-
-
-def test_a_target_that_is_not_in_the_table():
     with pytest.raises(TargetError, match="not in the table"):
         entry("h300")

@@ -6,17 +6,15 @@ import dataclasses
 import textwrap
 
 import optax
-import pytest
 
 import remat_jax as rj
-from remat_jax import compat
 from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.step_time.collectives import Collective, executed, read_collectives
 from remat_jax.reading import from_plain
 from tests.mesh_models import BATCH, CONFIG, LAYERS, LENGTH, MESH, small_llama
+from tests.workloads import needs_gpu_compiler
 
 FLOAT = 4
-needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="needs XLA's GPU compiler")
 
 TEXT = """
     %scattered (p: f32[8,4]) -> f32[2,4] {

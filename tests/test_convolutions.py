@@ -6,13 +6,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import remat_jax as rj
-from remat_jax import compat
 from remat_jax.cost.count import count
 from remat_jax.errors import NoEffectError
+from tests.small_models import assert_bit_equal
+from tests.workloads import needs_gpu_compiler
 
 
 class Block(nn.Module):
@@ -62,8 +62,7 @@ def test_convs_keeps_convolutions_and_nothing_else() -> None:
     assert convolutions(full, params, x) - convolutions(convs, params, x) == 6
     kept = [row for row in rj.residuals(job, "save: @convs").rows if row.action == "save" and "block_" in row.name]
     assert {row.name.rpartition(":")[2].partition("#")[0] for row in kept} >= {"conv_general_dilated"}
-    for a, b in zip(jax.tree.leaves(jax.grad(loss)(params, x)), jax.tree.leaves(jax.grad(convs)(params, x)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_bit_equal(*(jax.jit(jax.grad(fn))(params, x) for fn in (convs, loss)))
 
 
 def test_convs_by_hand_and_in_pytorch() -> None:
@@ -78,32 +77,25 @@ def test_convs_by_hand_and_in_pytorch() -> None:
 def test_dots_says_that_it_means_convolutions() -> None:
     _, loss, params, x = setting()
     with pytest.warns(rj.RematWarning, match="'@dots' selects the convolutions; '@convs' selects convolutions alone") as caught:
-        jax.grad(rj.checkpoint_blocks(loss, {Block: "dots"}))(params, x)
+        jax.eval_shape(jax.grad(rj.checkpoint_blocks(loss, {Block: "dots"})), params, x)
     assert len(caught) == 1
 
 
-def test_a_plan_says_in_a_few_words_which_policies_do_nothing() -> None:
-    plan = rj.plan(setting()[0], "1GiB", "cpu")
-    remarks = {point.name: point.remark for point in plan.named}
-    assert remarks["dots_with_no_batch_dims"] == "no effect on these blocks" and remarks["full"] == ""
-
-
-@pytest.mark.parametrize("policy", ["dots_with_no_batch_dims", "offload_dot_with_no_batch_dims"])
-def test_products_without_batch_dimensions_are_no_convolutions(policy: str) -> None:
+def test_products_without_batch_dimensions_are_no_convolutions() -> None:
     _, loss, params, x = setting()
     with pytest.raises(NoEffectError, match="selects no convolution, as in JAX; '@convs' selects convolutions alone"):
-        jax.grad(rj.checkpoint_blocks(loss, {Block: policy}))(params, x)
+        jax.eval_shape(jax.grad(rj.checkpoint_blocks(loss, {Block: "dots_with_no_batch_dims"})), params, x)
 
 
-@pytest.mark.parametrize("policy", ["dots", "dots_with_no_batch_dims", "save: @convs", "full"])
+@pytest.mark.parametrize("policy", ["dots", "dots_with_no_batch_dims"])
 def test_blocks_with_matrix_products_are_no_case_for_a_warning(policy: str) -> None:
     _, loss, params, x = setting(Mixed)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        jax.grad(rj.checkpoint_blocks(loss, {Mixed: policy}))(params, x)
+        jax.eval_shape(jax.grad(rj.checkpoint_blocks(loss, {Mixed: policy})), params, x)
 
 
-@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="needs XLA's GPU compiler")
+@needs_gpu_compiler
 def test_convolutions_on_the_host_are_there() -> None:
     job, *_ = setting()
     report = rj.measure(job, "offload: @convs", "h200")

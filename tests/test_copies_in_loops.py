@@ -19,23 +19,27 @@ from remat_jax.memory.hlo.text import parse
 from tests.gpu_text import compile_for_h200
 from tests.plan_by_hand import plan as plan_by_hand
 from tests.small_models import Mlp, Stack
+from tests.workloads import mean_square, struct
 
 
 @pytest.mark.versions
-def test_the_option_is_xlas_default_without_the_copies_of_slices(tmp_path: pathlib.Path) -> None:
-    dump = {"xla_dump_to": str(tmp_path / "dump"), "xla_dump_hlo_as_proto": True}
-    compile_for_h200(tmp_path, f'options |= {dump!r}\nkeep("sine", jnp.sin, struct((8,)))')
-    path = next((tmp_path / "dump").glob("*config.pbtxt"))
-    default = set(re.findall(rf"{GRAPHS}: (\w+)", path.read_text()))
+def test_the_option_is_xlas_default_without_the_copies_of_slices_and_dumps_are_read(tmp_path: pathlib.Path) -> None:
+    dump = {"xla_dump_to": str(tmp_path / "dump"), "xla_dump_hlo_as_proto": True, "xla_dump_hlo_as_text": True}
+    sort = "lambda x: jnp.cumsum(jax.lax.sort((x, jnp.sin(x)), num_keys=1)[1])"
+    compile_for_h200(tmp_path, f'options |= {dump!r}\nkeep("sort", {sort}, struct((4096,)))')
+    configs = [path.read_text() for path in (tmp_path / "dump").glob("*config.pbtxt")]
+    default = set(re.findall(rf"{GRAPHS}: (\w+)", "\n".join(configs)))
     assert default - {"DYNAMIC_SLICE_FUSION"} == set(overlapping_options()[GRAPHS].split(",")) != default
+    # Every operand of the dumped module is known.
+    dumped = parse(max((tmp_path / "dump").glob("*gpu_after_optimizations.txt")).read_text())
+    instructions = [each for computation in dumped.computations.values() for each in computation]
+    assert any(each.opcode == "get-tuple-element" for each in instructions)
+    assert all(each.opcode in ("parameter", "constant", "iota") for each in instructions if None in each.inputs)
 
 
 def workload(*, scanned: bool) -> rj.Workload:
     """Eight blocks on 64 MB each, of which `full` keeps the inputs."""
-    model = Stack(Mlp, 8, scanned)
-    x = jax.ShapeDtypeStruct((2**14, 2**10), jnp.float32)
-    params = jax.eval_shape(model.init, jax.random.key(0), x)
-    return rj.Workload(lambda params, x: jnp.sum(model.apply(params, x)), params, (x,), Mlp, optimizer=optax.sgd(1e-3))
+    return mean_square(Stack(Mlp, 8, scanned), struct(2**14, 2**10), Mlp, optimizer=optax.sgd(1e-3))
 
 
 CASES = [(True, "offload_inputs", True), (True, "full", False), (False, "offload_inputs", False)]
@@ -50,14 +54,13 @@ def test_only_a_scan_that_offloads_needs_the_option(scanned: bool, policy: str, 
     assert report.to_dict()["compiler_options"] == report.compiler_options
 
 
-def test_a_users_own_graphs_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_FLAGS", f"--{GRAPHS}=")
-    assert rj.measure(workload(scanned=True), "offload_inputs", "h200").compiler_options == {}
-
-
-def test_it_is_beside_the_memory_limit() -> None:
+def test_a_users_own_graphs_stay_and_a_memory_limit_is_beside_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
     report = rj.measure(workload(scanned=True), "offload_inputs", "h200", memory_limit="1GiB")
     assert report.compiler_options == {OPTION: 1, **overlapping_options()}
+    # A CPU accepts the options of a GPU and ignores them.
+    assert float(jax.jit(jnp.sin, compiler_options=overlapping_options())(0.0)) == 0.0
+    monkeypatch.setenv("XLA_FLAGS", f"--{GRAPHS}=")
+    assert rj.measure(workload(scanned=True), "offload_inputs", "h200").compiler_options == {}
 
 
 def test_a_plan_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,8 +101,3 @@ def test_an_option_that_xla_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch)
     assert sizes.compiler_options == overlapping_options() != {}
     monkeypatch.setattr(compat, "accepts_option", lambda name, value: False)
     assert sizes.compiler_options == {}
-
-
-def test_jax_takes_the_options() -> None:
-    """A CPU accepts the options of a GPU and ignores them."""
-    assert float(jax.jit(jnp.sin, compiler_options=overlapping_options())(0.0)) == 0.0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
 
@@ -17,54 +17,22 @@ from remat_jax import compat
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.diagnosis import Diagnosis, compiled
 from remat_jax.diagnosis.compiled import exposed_copies
+from remat_jax.diagnosis.doctor import diagnose
 from remat_jax.diagnosis.watch import observe
-from remat_jax.errors import ArgumentError
-from remat_jax.hardware import target
+from remat_jax.hardware import Target, target
 from remat_jax.memory.compile.sizes import Sizes
+from remat_jax.report.tables import format_bytes
+from tests.workloads import Perceptron, needs_gpu_compiler, perceptrons
 
-ROWS, WIDTH, HIDDEN, LAYERS = 65536, 64, 256, 6
-PRODUCT = ROWS * HIDDEN * 4
+ROWS, LAYERS = 65536, 4
+PRODUCT = ROWS * 256 * 4
 """The bytes of the one product of a block that its backward pass reads."""
 
 OFFLOAD = "offload_dot_with_no_batch_dims"
-needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 
 
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return x + nn.Dense(WIDTH, name="down")(jnp.tanh(nn.Dense(HIDDEN, name="up")(x)))
-
-
-class Model(nn.Module):
-    own: Any = None
-    scan: bool = False
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        block = nn.remat(Block, policy=self.own) if self.own is not None else Block
-        if not self.scan:
-            for index in range(LAYERS):
-                x = block(name=f"block_{index}")(x)
-            return x
-        scan = nn.scan(
-            lambda block, x, _: (block(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS
-        )
-        return scan(block(name="blocks"), x, None)[0]
-
-
-def job(policy: Any = None, *, scan: bool = False, change: Any = lambda loss: loss) -> rj.Workload:
-    model, x = Model(policy, scan), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    params = jax.eval_shape(Model(scan=scan).init, jax.random.key(0), x)
-
-    def loss(params: Any, x: Any) -> Any:
-        return (model.apply(params, x) ** 2).mean()
-
-    return rj.Workload(change(loss), params, (x,), Block, optimizer=optax.sgd(0.1), name="job")
-
-
-def by_hand_policy() -> Any:
-    return jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+def job(block: Any = Perceptron, *, scanned: bool = False) -> rj.Workload:
+    return perceptrons(ROWS, layers=LAYERS, block=block, scanned=scanned, optimizer=optax.sgd(0.1))
 
 
 def traps(diagnosis: Diagnosis) -> list[str]:
@@ -78,122 +46,114 @@ def with_memory(nbytes: int) -> Any:
     return dataclasses.replace(h200, name="smaller", memory_bytes=nbytes, compiler_description=described)
 
 
+def diagnosed(workload: rj.Workload, policy: Any, name: Any = "h200") -> Diagnosis:
+    """The doctor's diagnosis without advice, which takes more compilations."""
+    described = name if isinstance(name, Target) else target(name)
+    return diagnose(workload, policy, described, 300, report=rj.measure(workload, policy, described))
+
+
 @pytest.mark.versions
 @needs_gpu_compiler
 @pytest.mark.skipif(compat.remat3() and compat.JAX_VERSION < (0, 12, 0), reason="there a policy of names by hand keeps nothing")
 def test_an_unrolled_offload_by_hand_leaves_most_on_the_device_and_replan_moves_it_all():
-    by_hand = job(by_hand_policy())
+    block = nn.remat(Perceptron, policy=jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"))
+    by_hand = job(block)
     diagnosis = rj.doctor(by_hand, "off", target="h200")
     assert traps(diagnosis) == ["offload_without_effect"] and diagnosis.target == "h200"
     receipt = rj.measure(by_hand, "off", target="h200").receipt
     assert receipt is not None and receipt.offered_bytes is not None
-    host, offered = map(rj.report.format_bytes, (receipt.host_bytes, receipt.offered_bytes))
+    host, offered = map(format_bytes, (receipt.host_bytes, receipt.offered_bytes))
     assert f"only {host} of the {offered} offered are in host memory" in diagnosis.findings[0].problem
     assert receipt.host_bytes <= receipt.offered_bytes - PRODUCT
-    cured = job(by_hand_policy(), change=lambda loss: rj.replan(loss, OFFLOAD))
-    assert rj.doctor(cured, "off", target="h200").ok
+    cured = job(block)
+    cured.loss = rj.replan(cured.loss, OFFLOAD)
+    assert diagnosed(cured, "off").ok
     assert rj.measure(cured, "off", target="h200").host_bytes == LAYERS * PRODUCT
 
 
 @needs_gpu_compiler
 def test_the_last_block_is_kept_where_nothing_hides_its_copies(monkeypatch):
     workload = job()
-    diagnosis = rj.doctor(workload, OFFLOAD, target="h200")
-    assert traps(diagnosis) == ["last_block_offloaded"] and diagnosis.findings[0].block == "block_5"
-    assert f"{rj.report.format_bytes(PRODUCT)} of" in diagnosis.findings[0].problem
-    cured = {"block_5": "full", Block: OFFLOAD}
-    assert rj.doctor(workload, cured, target="h200").ok
+    diagnosis = diagnosed(workload, OFFLOAD)
+    assert traps(diagnosis) == ["last_block_offloaded"] and diagnosis.findings[0].block == "layer_3"
+    assert f"{format_bytes(PRODUCT)} of" in diagnosis.findings[0].problem
+    cured = {"layer_3": "full", Perceptron: OFFLOAD}
+    assert diagnosed(workload, cured).ok
     kept = [rj.measure(workload, policy, target="h200").host_bytes for policy in (OFFLOAD, cured)]
     assert kept[0] - kept[1] == PRODUCT
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "0")
-    assert traps(rj.doctor(workload, cured, target="h200")) == ["pinned_pool"]
+    assert traps(diagnosed(workload, cured)) == ["pinned_pool"]
 
 
 def test_the_time_of_the_last_blocks_copies_is_bytes_over_the_link():
-    observed = observe(job(), BlockPolicies.of({Block: OFFLOAD}))
+    observed = observe(job(), BlockPolicies.of({Perceptron: OFFLOAD}))
     path, nbytes, copying, computing = exposed_copies(observed, target("h200")) or ("", 0, 0.0, 0.0)
-    assert (path, nbytes) == ("block_5", PRODUCT)
+    assert (path, nbytes) == ("layer_3", PRODUCT)
     assert copying == 2 * PRODUCT / 63e9
     # At least the product's own traffic, at most 20 times as much: every operation of the block counts separately.
     assert 3 * PRODUCT / 4.8e12 < computing < 20 * 3 * PRODUCT / 4.8e12
     slow = dataclasses.replace(target("h200"), hbm_bytes_per_s=4.8e9)
     assert exposed_copies(observed, slow) is None
-    assert exposed_copies(observe(job(scan=True), BlockPolicies.of({Block: OFFLOAD})), target("h200")) is None
-    assert exposed_copies(observe(job(), BlockPolicies.of({Block: "full"})), target("h200")) is None
+    assert exposed_copies(observe(job(scanned=True), BlockPolicies.of({Perceptron: OFFLOAD})), target("h200")) is None
+    assert exposed_copies(observe(job(), BlockPolicies.of({Perceptron: "full"})), target("h200")) is None
 
 
 @needs_gpu_compiler
-def test_xlas_own_rematerialization_is_told_and_switched_off(monkeypatch):
+def test_xlas_own_rematerialization_is_told_with_what_it_would_be_without():
     workload = job()
     needed = rj.measure(workload, "off", target="h200").device_bytes
     small = with_memory(int(0.8 * needed))
-    diagnosis = rj.doctor(workload, "off", target=small)
+    diagnosis = diagnosed(workload, "off", small)
     assert traps(diagnosis) == ["xla_rematerialization"]
-    assert rj.measure(workload, "off", target=small).device_bytes < 0.99 * needed
-    # An array that is already left out stays left out.
+    recomputing = rj.measure(workload, "off", target=small).device_bytes
+    assert recomputing < 0.99 * needed
+    shown = f"needs {format_bytes(recomputing)} with XLA's pass and {format_bytes(needed)} without it"
+    assert shown in diagnosis.findings[0].problem
+
+
+def pretended(trap: Any, monkeypatch: Any, *, with_flags: int, without: int) -> list[Any]:
+    """The findings of `trap` in a step of `with_flags` bytes, which would have `without` bytes without XLA_FLAGS."""
+    monkeypatch.setattr(compiled, "_compiled", lambda *_: Sizes(without, 0, 0, 0, 0, 0, 0, 0))
+    arguments = dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes"), 0)
+    report = SimpleNamespace(residual_device_bytes=with_flags, device_bytes=with_flags, devices=1, overlap=None, **arguments)
+    return list(trap(observe(job(), BlockPolicies.of({Perceptron: "full"})), report, target("h200"), 1.0))
+
+
+def test_passes_that_are_already_left_out_stay_left_out(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes='dynamic-slice-annotator,other' --xla_disable_hlo_passes=third")
-    (finding,) = rj.doctor(workload, "off", target=small).findings
+    (finding,) = pretended(compiled.xla_rematerialization, monkeypatch, with_flags=100 * 2**30, without=120 * 2**30)
     assert "--xla_disable_hlo_passes=dynamic-slice-annotator,other,third,rematerialization;" in finding.remedy
-    monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=rematerialization")
-    assert rj.doctor(workload, "off", target=small).ok
-    assert rj.measure(workload, "off", target=small).device_bytes == needed
 
 
-@needs_gpu_compiler
 def test_the_latency_hiding_scheduler_is_named_where_it_costs_memory(monkeypatch):
-    workload = job()
+    """No available step costs more with the flag and gains nothing (jax#20763 was such a case), so the step is made up."""
     flag = "--xla_gpu_enable_latency_hiding_scheduler"
-    monkeypatch.setenv("XLA_FLAGS", f"{flag}=true")
-    assert rj.doctor(workload, "full", target="h200").ok  # on, and exactly as large
-    plain = rj.measure(workload, "full", target="h200").device_bytes
-    # No available step costs more with the flag and gains nothing (jax#20763 was such a case), so this test pretends that the
-    # step needs less without it.
-    sizes = Sizes(int(plain / 1.2), 0, 0, 0, 0, 0, 0, 0)
-    monkeypatch.setattr(compiled, "_compiled", lambda *_: sizes)
-    diagnosis = rj.doctor(workload, "full", target="h200")
-    assert traps(diagnosis) == ["latency_hiding_scheduler"] and flag in diagnosis.findings[0].remedy
-    monkeypatch.setenv("XLA_FLAGS", f"{flag}=true {flag}=false")
-    assert rj.doctor(workload, "full", target="h200").ok
+    for flags, without, named in (("=true", 100, False), ("=true", 80, True), (f"=true {flag}=false", 80, False)):
+        monkeypatch.setenv("XLA_FLAGS", flag + flags)
+        findings = pretended(compiled.latency_hiding_scheduler, monkeypatch, with_flags=100, without=without)
+        assert [flag in finding.remedy for finding in findings] == [True] * named
 
 
 @needs_gpu_compiler
 def test_copies_that_only_the_latency_hiding_scheduler_hides(monkeypatch):
-    class Wide(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            return x + nn.Dense(1024)(jnp.tanh(nn.Dense(8192)(x)))
-
-    model, x = nn.Sequential([Wide() for _ in range(5)]), jax.ShapeDtypeStruct((16384, 1024), jnp.float32)
-    params = jax.eval_shape(model.init, jax.random.key(0), x)
-    workload = rj.Workload(lambda p, x: (model.apply(p, x) ** 2).mean(), params, (x,), Wide)
+    workload = perceptrons(16384, 2048, layers=5)
     # No block follows the last block.
-    policy = {"*layers_4": "full", Wide: "offload_inputs"}
-    assert rj.doctor(workload, policy, target="h200").ok
-    diagnosis = rj.doctor(workload, policy, target="a100")
+    policy = {"layer_4": "full", Perceptron: "offload_inputs"}
+    assert diagnosed(workload, policy).ok
+    diagnosis = diagnosed(workload, policy, "a100")
     assert traps(diagnosis) == ["copies_not_hidden"] and "covers 0.0 %" in diagnosis.findings[0].problem
-    before = rj.measure(workload, policy, target="a100").overlap
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=true")
-    assert "XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true" in diagnosis.findings[0].remedy
-    assert rj.doctor(workload, policy, target="a100").ok
-    after = rj.measure(workload, policy, target="a100").overlap
+    flag = "xla_gpu_enable_latency_hiding_scheduler"
+    assert f"XLA_FLAGS=--{flag}=true" in diagnosis.findings[0].remedy
+    observed, report = observe(workload, BlockPolicies.of(policy)), rj.measure(workload, policy, target="a100")
+    after = compiled._compiled(observed, target("a100"), 300, {flag: True}).overlap
+    before = report.overlap
     assert after.covered >= 0.95 * after.coverable
     assert after.step_seconds == pytest.approx(after.compute_seconds) and after.step_seconds < 0.9 * before.step_seconds
+    monkeypatch.setenv("XLA_FLAGS", f"--{flag}=true")
+    assert not list(compiled.copies_not_hidden(observed, report, target("a100"), 300))
 
 
 @needs_gpu_compiler
-def test_a_scanned_offload_that_this_jax_miscompiles(monkeypatch):
+def test_a_scanned_offload_that_this_jax_miscompiles():
     wrong = compat.JAX_VERSION in compat.SCANNED_OFFLOAD_MISCOMPILED
-    assert traps(rj.doctor(job(scan=True), OFFLOAD, target="h200")) == (["miscompiled_offload"] if wrong else [])
-    monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=dynamic-slice-annotator")
-    assert rj.doctor(job(scan=True), OFFLOAD, target="h200").ok
-
-
-@needs_gpu_compiler
-def test_what_is_refused_is_not_compiled():
-    diagnosis = rj.doctor(job(), "save: atention_out", target="h200", timeout=1e-3)
-    assert traps(diagnosis) == ["unmatched_name"]
-
-
-def test_a_target_that_is_no_gpu():
-    with pytest.raises(ArgumentError, match="'cpu' is not a GPU"):
-        rj.doctor(job(), "full", target="cpu")
+    assert traps(diagnosed(job(scanned=True), OFFLOAD)) == (["miscompiled_offload"] if wrong else [])

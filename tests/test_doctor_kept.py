@@ -14,8 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 import remat_jax as rj
 from remat_jax import compat, doctor
 from remat_jax.report import format_bytes
-from tests.small_models import times
-from tests.test_doctor import POLICIES, ROWS, WIDTH, Layers, job, traps
+from tests.small_models import Stack, times
+from tests.test_doctor import POLICIES, ROWS, WIDTH, job, traps
+from tests.workloads import struct
 
 
 @jax.custom_vjp
@@ -94,7 +95,7 @@ def test_the_same_under_a_policy_of_jaxs_needs_the_names_of_the_derivative_rule(
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_copies_of_parameters_that_a_policy_keeps(scan):
-    workload = job(Layers(Half, scan), Half)
+    workload = job(Stack(Half, 3, scan), Half)
     diagnosis = doctor(workload, "everything")
     assert traps(diagnosis) == ["parameter_kept"]
     assert format_bytes(WIDTH * WIDTH * 2) in diagnosis.findings[0].problem
@@ -133,9 +134,9 @@ def gradient_over_value(workload: rj.Workload, policy: str) -> float:
 
 def test_random_numbers_without_a_key_are_others_in_the_recomputation():
     def workload(keyless: bool) -> rj.Workload:
-        model, x = Keyless(keyless), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-        params = jax.eval_shape(model.init, jax.random.key(0), x)
-        return rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Keyless)
+        model = Keyless(keyless)
+        params = jax.eval_shape(model.init, jax.random.key(0), struct(ROWS, WIDTH))
+        return rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (struct(ROWS, WIDTH),), Keyless)
 
     wrong, right = workload(True), workload(False)
     assert traps(doctor(wrong, "full")) == ["keyless_random"]

@@ -65,25 +65,16 @@ def test_the_h200_is_what_its_data_sheet_says() -> None:
     assert h200.memory_bytes == 143771 * 2**20
     assert h200.hbm_bytes_per_s == 4.8e12
     assert h200.host_link_bytes_per_s == pytest.approx(16 * 32e9 * 128 / 130 / 8, rel=1e-3)
-    with_sparsity = {
-        "bfloat16": 1979e12,
-        "float16": 1979e12,
-        "tensorfloat32": 989e12,
-        "int8": 3958e12,
-        "float8_e4m3fn": 3958e12,
-        "float8_e5m2": 3958e12,
-    }
+    with_sparsity = {"tensorfloat32": 989e12, **dict.fromkeys(("bfloat16", "float16"), 1979e12)}
+    with_sparsity |= dict.fromkeys(("int8", "float8_e4m3fn", "float8_e5m2"), 3958e12)
     without = {"float32": 67e12, "float64": 67e12}
     assert h200.peak_flops == {**{dtype: rate / 2 for dtype, rate in with_sparsity.items()}, **without}
-
-
-def test_the_h200_peaks_follow_from_its_cores_and_clock() -> None:
     # Four tensor cores per multiprocessor, with 512 bfloat16 multiply-adds per clock each, at 1.83 GHz.
-    cores = stated(target("h200").compiler_description, "core_count")
-    assert target("h200").peak_flops["bfloat16"] == pytest.approx(cores * 4 * 512 * 2 * 1.83e9, rel=1e-3)
-    lanes = stated(target("h200").compiler_description, "fpus_per_core")
-    clock = stated(target("h200").compiler_description, "clock_rate_ghz") * 1e9
-    assert target("h200").peak_flops["float32"] == pytest.approx(cores * lanes * 2 * clock, rel=2e-3)
+    cores, lanes, clock = (stated(h200.compiler_description, key) for key in ("core_count", "fpus_per_core", "clock_rate_ghz"))
+    assert h200.peak_flops["bfloat16"] == pytest.approx(cores * 4 * 512 * 2 * 1.83e9, rel=1e-3)
+    assert h200.peak_flops["float32"] == pytest.approx(cores * lanes * 2 * clock * 1e9, rel=2e-3)
+    cpu = target("cpu")
+    assert (cpu.kind, cpu.compiler_description, cpu.memory_bytes, dict(cpu.peak_flops)) == ("cpu", None, None, {})
 
 
 @pytest.mark.parametrize("name", [name for name in targets() if target(name).kind == "gpu"])
@@ -94,11 +85,6 @@ def test_what_the_compiler_is_told_agrees_with_the_table(name: str) -> None:
     assert 'platform_name: "CUDA"' in gpu.compiler_description
     assert gpu.compiler_description.count("{") == gpu.compiler_description.count("}")
     assert set(gpu.source) - {"host_memory_bytes", *LINKS} == set(FACTS)
-
-
-def test_the_cpu_needs_no_description_and_claims_no_figures() -> None:
-    cpu = target("cpu")
-    assert (cpu.kind, cpu.compiler_description, cpu.memory_bytes, dict(cpu.peak_flops)) == ("cpu", None, None, {})
 
 
 def test_names_are_found_in_any_case() -> None:
@@ -135,45 +121,6 @@ def test_a_target_of_a_file(tmp_path: Path) -> None:
         TargetError, match=r"target file '.*gpus.toml': target table \[x\]: 3 is not a table; write its keys below"
     ):
         target(f"{path}:x")
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("core_count = 7\n", "", "missing ['compiler.core_count']"),
-        ("core_count = 7", "core_count = 7\ncores = 7", "unknown ['cores']"),
-        ('"9.1"', '"9"', "compute_capability as a text such as"),
-        ("hbm_bytes_per_s = 2e9\n", "", "the target needs memory_bytes and hbm_bytes_per_s"),
-    ],
-)
-def test_what_the_compiler_needs_is_read_strictly(old: str, new: str, message: str) -> None:
-    text = GPU.replace(old, new) if "hbm" not in old else GPU.replace(old, new).replace('hbm_bytes_per_s = "made up"', "")
-    assert text != GPU
-    with pytest.raises(TargetError, match=re.escape(message)):
-        read_table(text)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("memory_bytes", '"80GB"', "target table [toy]: {'memory_bytes': '80GB'}; sizes are positive numbers of bytes"),
-        ("memory_bytes", "-10", "{'memory_bytes': -10}"),
-        ("memory_bytes", "nan", "{'memory_bytes': nan}"),
-        ("hbm_bytes_per_s", '"fast"', "{'hbm_bytes_per_s': 'fast'}"),
-    ],
-)
-def test_figures_are_positive_numbers(key: str, value: str, message: str) -> None:
-    with pytest.raises(TargetError, match=re.escape(message)):
-        read_table(re.sub(rf"(?m)^{key} = [0-9].*$", f"{key} = {value}", GPU))
-
-
-def test_host_memory_is_a_whole_number_of_bytes_too() -> None:
-    text = (
-        ENTRY.replace("memory_bytes = 8", "memory_bytes = 8\nhost_memory_bytes = 2_000_000") + 'host_memory_bytes = "made up"\n'
-    )
-    assert read_table(text)["toy"].host_memory_bytes == 2_000_000
-    with pytest.raises(TargetError, match=r"{'host_memory_bytes': 2000000.0}; sizes are .* written as integers"):
-        read_table(text.replace("2_000_000", "2e6"))
 
 
 @pytest.mark.parametrize(("devices", "hosts"), [(0, 1), (-8, 1), (8, 0), (12, 5), (2, 4), (8, -2)])
@@ -216,11 +163,6 @@ def test_messages_do_not_repeat_a_whole_file() -> None:
         assert len(str(caught.value)) < 1_000
 
 
-def test_device_kinds_are_a_list() -> None:
-    with pytest.raises(TargetError, match=r"device_kinds='NVIDIA X'; write a list of texts"):
-        read_table(re.sub(r"(?m)^memory_bytes = [0-9]", r'device_kinds = "NVIDIA X"\n\g<0>', GPU))
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -228,8 +170,6 @@ def test_device_kinds_are_a_list() -> None:
         ("tpu", f"target='tpu' is not a known target; the names are {NAMES}. Did you mean 'tpu7x'?"),
         ("", f"target='' is not a known target; the names are {NAMES}."),
         ("0xh100", "target='0xh100' is not a known target"),
-        ("8xtpu", "target='tpu' is not a known target"),
-        (None, "target=None is not a known target"),
         (200, "target=200 is not a known target"),
     ],
 )
@@ -244,14 +184,9 @@ def test_targets_are_frozen_hashable_and_survive_a_pickle() -> None:
         assert twin == h200 and hash(twin) == hash(h200)
     assert dataclasses.replace(h200, devices=8) != h200
     with pytest.raises(TypeError):
-        h200.peak_flops["bfloat16"] = 1.0  # type: ignore[index]
+        h200.peak_flops["bfloat16"] = 1.0
     with pytest.raises(dataclasses.FrozenInstanceError):
-        h200.memory_bytes = 1  # type: ignore[misc]
-
-
-def test_a_target_is_added_by_data_alone() -> None:
-    toy = read_table(ENTRY)["toy"]
-    assert (toy.memory_bytes, toy.description, dict(toy.source)) == (8, "a toy", {"memory_bytes": "made up"})
+        h200.memory_bytes = 1
 
 
 @pytest.mark.parametrize(
@@ -273,6 +208,28 @@ def test_the_table_is_read_strictly(old: str, new: str, message: str) -> None:
     assert ENTRY.count(old) == 1
     with pytest.raises(TargetError, match=re.escape(message)):
         read_table(ENTRY.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("core_count = 7\n", "", "missing ['compiler.core_count']"),
+        ("core_count = 7", "core_count = 7\ncores = 7", "unknown ['cores']"),
+        ('"9.1"', '"9"', "compute_capability as a text such as"),
+        ('hbm_bytes_per_s = (2e9|"made up")\n', "", "the target needs memory_bytes and hbm_bytes_per_s"),
+        ("memory_bytes = 1", 'device_kinds = "NVIDIA X"\n\\g<0>', "device_kinds='NVIDIA X'; write a list of texts"),
+        ("1_000_000_000", '"80GB"', "target table [toy]: {'memory_bytes': '80GB'}; sizes are positive numbers of bytes"),
+        ("1_000_000_000", "-10", "{'memory_bytes': -10}"),
+        ("1_000_000_000", "nan", "{'memory_bytes': nan}"),
+        ("1_000_000_000", "2e6", "{'memory_bytes': 2000000.0}; sizes are positive numbers of bytes, written as integers"),
+        ("2e9", '"fast"', "{'hbm_bytes_per_s': 'fast'}"),
+    ],
+)
+def test_what_the_compiler_needs_is_read_strictly(old: str, new: str, message: str) -> None:
+    text = re.sub(old, new, GPU)
+    assert text != GPU
+    with pytest.raises(TargetError, match=re.escape(message)):
+        read_table(text)
 
 
 def test_targets_know_nothing_of_jax() -> None:

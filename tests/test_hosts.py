@@ -16,9 +16,9 @@ from remat_jax import compat
 from remat_jax.hardware import target
 from remat_jax.memory.compile.devices import host_shortage
 from tests.mesh_models import BATCH, CONFIG, LAYERS, LENGTH, MESH, small_llama
+from tests.workloads import needs_gpu_compiler
 
 FLOAT = 4
-needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="needs XLA's GPU compiler")
 
 
 @needs_gpu_compiler

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -19,8 +18,7 @@ from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.options import Kernels
 from remat_jax.step import TrainingStep
 from tests.small_models import Attention, make_loss
-
-needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+from tests.workloads import needs_gpu_compiler, struct
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,20 +34,16 @@ def test_a_file_is_of_one_process_at_a_time_and_the_fullest_is_taken_first(tmp_p
     second.write_bytes(b"22")
     kernels.give_back(first)
     kernels.give_back(second)
-    assert [kernels.take(), kernels.take()] == [second, first] and kernels.take() not in (first, second)
-
-
-def test_a_file_that_nobody_wrote_is_not_kept(tmp_path):
-    kernels = Kernels(tmp_path)
-    kernels.give_back(kernels.take())
-    assert kernels.take().name == "kernels_2"
+    assert [kernels.take(), kernels.take()] == [second, first] and (third := kernels.take()) not in (first, second)
+    kernels.give_back(third)
+    assert kernels.take() != third, "a file that nobody wrote is not kept"
 
 
 XLAS_DEFAULT = "./cuda_sdk_lib"
 FILE, APART = "xla_gpu_kernel_cache_file", "xla_gpu_enable_llvm_module_compilation_parallelism"
 
 
-@pytest.mark.parametrize("lacking", [set(), {APART}, {FILE}, {FILE, APART}])
+@pytest.mark.parametrize("lacking", [{APART}, {FILE}])
 def test_options_that_this_xla_lacks_are_left_out(monkeypatch, tmp_path, lacking):
     monkeypatch.setattr(compat, "accepts_option", lambda name, value: name not in lacking)
     assert options.kernel_options(tmp_path / "kernels").keys() == {FILE, APART} - lacking
@@ -67,7 +61,7 @@ def test_sizes_are_the_same_with_the_kernels_of_another_step_and_with_a_file_tha
                 x = jnp.sin(x @ x) + x
             return x
 
-        return export_step(str(times), TrainingStep(step, (jax.ShapeDtypeStruct((256, 256), jnp.float32),), ()), h200)
+        return export_step(str(times), TrainingStep(step, (struct(256, 256),), ()), h200)
 
     def sizes(times, kernels):
         cache.forget()
@@ -123,8 +117,7 @@ def test_where_no_program_may_run_the_installed_toolkit_is_used(monkeypatch, tmp
         assert "noexec" in process._remedy(missing, 0) and "another folder in TMPDIR" in process._remedy(missing, 0)
 
 
-@pytest.mark.parametrize("name", ["cpu", pytest.param("h200", marks=needs_gpu_compiler)])
-@pytest.mark.parametrize("policy", ["off", "dots"])
+@pytest.mark.parametrize(("name", "policy"), [("cpu", "off"), pytest.param("h200", "dots", marks=needs_gpu_compiler)])
 def test_sizes_are_those_of_a_step_whose_code_is_optimised(monkeypatch, name, policy):
     """Code that never runs is not optimised and not assembled; this takes more than half of the time of a compilation."""
     monkeypatch.setattr(cache, "_memory", {})

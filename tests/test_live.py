@@ -12,6 +12,8 @@ import remat_jax as rj
 from remat_jax.errors import UnsupportedError
 from remat_jax.memory.hlo.live import LiveBuffer, Schedule, module_path, named_arguments
 from remat_jax.report.tables import render
+from tests.small_models import Stack
+from tests.workloads import mean_square, perceptrons, struct
 
 
 @pytest.mark.parametrize(
@@ -156,30 +158,9 @@ class Block(nn.Module):
         return nn.Dense(256, name="down")(jnp.tanh(nn.Dense(1024, name="up")(x)))
 
 
-class Stack(nn.Module):
-    scan: bool
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        if not self.scan:
-            for index in range(4):
-                x = Block(name=f"block_{index}")(x)
-            return x
-        scanned = nn.scan(
-            lambda block, x, _: (block(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=4
-        )
-        return scanned(Block(name="blocks"), x, None)[0]
-
-
 @pytest.mark.parametrize("scan", [False, True])
 def test_an_h200s_peak_is_told_by_module(scan: bool) -> None:
-    model, x = Stack(scan), jax.ShapeDtypeStruct((4096, 256), jnp.float32)
-    params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
-
-    def loss(params, x):
-        return (model.apply({"params": params}, x) ** 2).mean()
-
-    job = rj.Workload(loss, params, (x,), Block, optimizer=optax.adam(1e-3))
+    job = mean_square(Stack(Block, 4, scan), struct(4096, 256), Block, optimizer=optax.adam(1e-3))
     report = rj.measure(job, "full", target="h200")
     alive = sum(buffer.nbytes for buffer in report.live)
     assert 0.97 * report.device_bytes <= alive <= report.device_bytes
@@ -190,10 +171,10 @@ def test_an_h200s_peak_is_told_by_module(scan: bool) -> None:
     kept = {module: nbytes for (module, phase), nbytes in by_module.items() if phase == "forward"}
     if scan:
         # JAX 0.12 no longer reports who filled the stack of inputs.
-        assert kept.get("Stack/blocks/down", 0) + kept.get("Stack", 0) >= 4 * stream
+        assert kept.get("Stack/layers/down", 0) + kept.get("Stack", 0) >= 4 * stream
     else:
-        assert {f"Stack/block_{index}/down" for index in range(2)} <= set(kept)
-        assert all(kept[f"Stack/block_{index}/down"] == stream for index in range(2))
+        assert {f"Stack/layer_{index}/down" for index in range(2)} <= set(kept)
+        assert all(kept[f"Stack/layer_{index}/down"] == stream for index in range(2))
     assert by_module["batch[0]", "argument"] == stream
     # Unrolled, some are already updated in place by then; JAX 0.12 copies them for the backward pass.
     parameters = 4 * (2 * 256 * 1024 + 1024 + 256) * 4
@@ -207,14 +188,10 @@ def test_an_h200s_peak_is_told_by_module(scan: bool) -> None:
 def test_flags_that_have_xla_write_down_one_program_alone_take_nothing_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """MaxText sets this flag when its configuration is read."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_hlo_module_re=jit_train_step")
-    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    report = rj.measure(rj.Workload(lambda w, x: jnp.tanh(x @ w).sum(), x, (x,), blocks="*"), "off", "h200")
+    report = rj.measure(rj.Workload(lambda w, x: jnp.tanh(x @ w).sum(), struct(64, 64), (struct(64, 64),), "*"), "off", "h200")
     assert sum(buffer.nbytes for buffer in report.live) >= 3 * 64 * 64 * 4 and report.seconds is not None
 
 
 def test_several_devices_are_refused() -> None:
-    model, x = Stack(False), jax.ShapeDtypeStruct((2, 256), jnp.float32)
-    params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
-    job = rj.Workload(lambda p, x: model.apply({"params": p}, x).sum(), params, (x,), Block)
     with pytest.raises(UnsupportedError, match=r"target='8xh100' has 8 devices.*ask for one device"):
-        rj.measure(job, "full", target="8xh100")
+        rj.measure(perceptrons(2), "full", target="8xh100")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -11,12 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
-import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
 from remat_jax import compat
@@ -28,6 +24,7 @@ from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.options import LARGEST_FACTOR, OPTION, limit_options
 from remat_jax.memory.measure import measure_many
+from tests.workloads import needs_gpu_compiler, perceptrons
 
 H200 = target("h200")
 MEMORY = 150_754_820_096
@@ -35,30 +32,9 @@ GIB = 2**30
 ROWS, WIDTH, HIDDEN, LAYERS = 2**19, 64, 256, 6
 """A layer keeps arrays of 128 and 512 MiB; a hundredth of the device's memory is 1.4 GiB."""
 
-needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
-
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return x + nn.Dense(WIDTH, name="down")(jnp.tanh(nn.Dense(HIDDEN, name="up")(x)))
-
-
-class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        for index in range(LAYERS):
-            x = Block(name=f"block_{index}")(x)
-        return x
-
 
 def workload(rows: int = ROWS, **options: Any) -> rj.Workload:
-    x = jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
-    params = jax.eval_shape(Model().init, jax.random.key(0), x)
-    return rj.Workload(lambda params, x: (Model().apply(params, x) ** 2).mean(), params, (x,), Block, **options)
-
-
-# --- the option -------------------------------------------------------------------------------------------------------
+    return perceptrons(rows, WIDTH, layers=LAYERS, **options)
 
 
 @pytest.mark.parametrize("held", [0, 10 * GIB, 39 * GIB])
@@ -92,12 +68,8 @@ def test_what_a_step_holds_is_counted_before_it_is_compiled() -> None:
     adam: dict[str, Any] = {"optimizer": optax.adam(1e-3)}
     assert held(**adam) == 3 * kernels + 4 + rows + 4, "what is updated reuses its buffer"
     assert held(**adam, donate=False) == 2 * (3 * kernels + 4) + rows + 4
-
-
-def test_on_a_mesh_one_device_holds_its_part() -> None:
-    job = workload(128, mesh={"data": 2}, shardings=(jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")))
-    kernels = LAYERS * (WIDTH * HIDDEN * 2 + HIDDEN + WIDTH) * 4
-    assert export_step("off", job.step("off"), target("2xh200")).held_bytes == 2 * kernels + 64 * WIDTH * 4 + 4
+    divided = workload(128, mesh={"data": 2}, shardings=(P(), P("data")))
+    assert export_step("off", divided.step("off"), target("2xh200")).held_bytes == 2 * kernels + rows // 2 + 4
 
 
 @pytest.mark.parametrize(
@@ -123,9 +95,6 @@ def test_a_limit_is_written_as_a_budget_is(given: Any, expected: int | None) -> 
 def test_what_is_no_limit_is_refused_before_anything_is_traced(given: Any, on: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         rj.measure(workload(128), "no such policy", on, memory_limit=given)
-
-
-# --- what it does -----------------------------------------------------------------------------------------------------
 
 
 @needs_gpu_compiler
@@ -196,23 +165,6 @@ def test_the_cache_keeps_limits_apart(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert [sizes.limit_options for sizes in first[:3]] == compiled
 
 
-def test_the_same_question_under_another_limit_is_another_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def answer(programs: Any, *_: Any, memory_limit: Any, **__: Any) -> dict[str, compiler.Sizes]:
-        asked.append(memory_limit)
-        return {exported.key: compiler.Sizes(*[1] * 8) for exported in programs}
-
-    monkeypatch.setattr(sys.modules["remat_jax.memory.measure"], "compile_programs", answer)
-    job = workload(128)
-    for limit in (None, "1GiB", GIB, "2GiB", None):
-        rj.measure(job, "off", "h200", memory_limit=limit)
-    assert asked == [None, GIB, 2 * GIB]
-
-
-# --- plans ------------------------------------------------------------------------------------------------------------
-
-
 @needs_gpu_compiler
 def test_a_plan_that_fits_with_a_limit_only_has_it_in_its_compiler_options() -> None:
     job = workload()
@@ -221,21 +173,3 @@ def test_a_plan_that_fits_with_a_limit_only_has_it_in_its_compiler_options() -> 
     again = rj.measure(job, dict(plan.policies), "h200", memory_limit=limit)
     assert again.device_bytes == plan.device_bytes <= plan.budget and again.compiler_options == plan.compiler_options
     assert bool(plan.compiler_options) == any("memory limit" in note for note in plan.notes)
-
-
-def test_where_there_is_no_limit_the_same_call_compiles() -> None:
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, WIDTH)), jnp.float32)
-    params = Model().init(jax.random.key(0), x)
-
-    def loss(params: Any, x: Any) -> Any:
-        return (Model().apply(params, x) ** 2).mean()  # type: ignore[union-attr]
-
-    plan = rj.plan(rj.Workload(loss, params, (x,), Block), "2MiB", "cpu")
-    assert plan.compiler_options == {}
-    expected = jax.grad(loss)(params, x)
-    # A plan for a GPU can be tried on a CPU.
-    for variant in (plan, dataclasses.replace(plan, compiler_options={OPTION: 29})):
-        step = jax.jit(jax.grad(variant.apply(loss)), compiler_options=variant.compiler_options)
-        jax.tree.map(
-            lambda leaf, wanted: np.testing.assert_allclose(leaf, wanted, rtol=1e-4, atol=1e-6), step(params, x), expected
-        )

@@ -26,9 +26,7 @@ def test_a_mesh_of_its_own_is_refused_with_the_remedy(told: dict[str, list[str]]
 @pytest.mark.parametrize(
     ("case", "traced"), [("alone", "a step for 1 device"), ("on another", "a workload on a mesh of 2 devices ({'data': 2})")]
 )
-def test_a_mesh_of_another_size_around_the_call_is_to_be_left(
-    told: dict[str, list[str]], kind: str, case: str, traced: str
-) -> None:
+def test_a_mesh_of_another_size_around_the_call_is_to_be_left(told, kind, case, traced):
     error, message = told[f"under {kind}, {case}"]
     assert error == "ArgumentError"
     assert message.startswith("jax.set_mesh: a mesh of 4 devices ({'data': 4}) is active")

@@ -51,9 +51,6 @@ def arrays() -> tuple[Any, Any]:
     return jnp.asarray(random.normal(size=(4, 4)) / 2, dtype), jnp.asarray(random.normal(size=(3, 4)), dtype)
 
 
-# --- who is linked ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", OFFLOADS)
 def test_consecutive_blocks_of_a_model_are_linked(policy: str) -> None:
     loss, params, x = make_loss(layers=4)
@@ -112,6 +109,12 @@ def test_a_block_of_long_ago_is_left_alone() -> None:
 
     assert links(two_streams, w, x) == [0, 0, 2, 1, 1, 1]
 
+    def two_heads(w: Any, x: Any) -> Any:
+        x = block(w, x)
+        return jnp.sum(block(w, x) * block(2 * w, x) + x)
+
+    assert links(two_heads, w, x) == [0, 2, 0], "what is on the host has one taker"
+
 
 def test_blocks_that_look_alike_from_outside_are_told_apart() -> None:
     w, x = arrays()
@@ -137,13 +140,6 @@ def test_a_block_without_a_derivative_along_every_input_is_linked_along_the_othe
         jax.jit(jax.grad(lambda s: loss(lambda w, x, _: rj.remat(scaled, "offload_inputs")(w, x, s))(w, x)))(jnp.ones(4))
 
 
-def test_a_number_that_is_put_on_the_device_is_no_array_of_the_block(x64: None) -> None:
-    w, x = arrays()
-    body = lambda w, x: x + jnp.tanh(x @ w) * jax.device_put(2.0)  # noqa: E731
-    linked = stack(rj.remat(body, "offload_inputs"))
-    assert_same(jax.jit(jax.grad(linked))(w, x), jax.grad(stack(body))(w, x))
-
-
 def test_where_ops_run_one_by_one_nothing_is_linked(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("linked")
@@ -156,25 +152,11 @@ def test_where_ops_run_one_by_one_nothing_is_linked(monkeypatch: pytest.MonkeyPa
         jax.jit(jax.grad(linked))(w, x)
 
 
-def test_what_is_on_the_host_has_one_taker() -> None:
+def test_a_number_that_is_put_on_the_device_is_no_array_of_the_block(x64: None) -> None:
     w, x = arrays()
-    block = rj.remat(plain, "offload_inputs")
-
-    def two_heads(w: Any, x: Any) -> Any:
-        x = block(w, x)
-        return jnp.sum(block(w, x) * block(2 * w, x) + x)
-
-    assert links(two_heads, w, x) == [0, 2, 0]
-
-
-def test_no_trace_is_kept_alive() -> None:
-    loss, params, x = make_loss(layers=3)
-    fn = rj.checkpoint_blocks(loss, {Mlp: "offload_inputs"})
-    with jax.checking_leaks():
-        jax.jit(jax.grad(fn))(params, x)
-        jax.grad(jax.jit(fn))(params, x)
-    gc.collect()
-    assert not any(link.outputs or link.values for link in overlap._links.get())
+    body = lambda w, x: x + jnp.tanh(x @ w) * jax.device_put(2.0)  # noqa: E731
+    linked = stack(rj.remat(body, "offload_inputs"))
+    assert_same(jax.jit(jax.grad(linked))(w, x), jax.grad(stack(body))(w, x))
 
 
 def as_root(fn: Any, x: Any) -> Any:
@@ -182,8 +164,10 @@ def as_root(fn: Any, x: Any) -> Any:
     return jax.lax.custom_root(lambda v: v + fn(v) - x, x, solve, lambda linear, v: v / linear(jnp.ones_like(v)))
 
 
-@pytest.mark.parametrize("policy", ["save: @dots; offload: *", "offload_inputs"])
-@pytest.mark.parametrize("inside", ["vmap", "root", "a call that fails"])
+@pytest.mark.parametrize(
+    ("inside", "policy"),
+    [("vmap", "offload_inputs"), ("root", "save: @dots; offload: *"), ("a call that fails", "offload_inputs")],
+)
 def test_no_trace_is_kept_alive_by_an_integer_output(inside: str, policy: str) -> None:
     block, (w, x) = rj.remat(lambda w, x, i: (plain(w, x), i + 1), policy), arrays()
     way = {"vmap": lambda fn, x: jax.vmap(fn)(jnp.stack([x, x])), "root": as_root}.get(inside)
@@ -204,22 +188,6 @@ def test_no_trace_is_kept_alive_by_an_integer_output(inside: str, policy: str) -
     assert not any(link.outputs or link.values for link in overlap._links.get())
 
 
-# --- nothing else changes ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", OFFLOADS)
-@pytest.mark.parametrize("model", [Mlp, Attention])
-def test_links_change_no_value(policy: str, model: Any, x64: None) -> None:
-    if model is Attention:
-        policy = policy.replace("tanh", "exp")
-    loss, params, x = make_loss(model, layers=3)
-    params, x = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), (params, x))
-    gradient = jax.value_and_grad(rj.checkpoint_blocks(loss, {model: policy}), (0, 1))
-    linked = jax.jit(lambda *args: gradient(*args))(params, x)
-    with overlap.unlinked():
-        assert_same(linked, jax.jit(lambda *args: gradient(*args))(params, x))
-
-
 def around(name: str, f: Any) -> Any:
     """A way of differentiating `f(w, x)` with respect to both."""
     xs = lambda x: jnp.stack([x, 2 * x], 1)  # noqa: E731
@@ -227,26 +195,22 @@ def around(name: str, f: Any) -> Any:
         "grad": jax.grad(f, (0, 1)),
         "grad of one": jax.grad(f),
         "grad of the other": jax.grad(f, 1),
-        "jit of grad": jax.jit(jax.grad(f, (0, 1))),
         "grad of jit": jax.grad(jax.jit(f), (0, 1)),
-        "jvp": lambda w, x: jax.jvp(f, (w, x), (x.T @ x, x)),
         "jvp of jvp": lambda w, x: jax.jvp(lambda x: jax.jvp(lambda x: f(w, x), (x,), (x,)), (x,), (x,)),
         "hessian": jax.hessian(f, 1),
         "jit of forward over reverse": jax.jit(lambda w, x: jax.jvp(lambda w: jax.grad(f, (0, 1))(w, x), (w,), (w,))),
         "vmap of grad": lambda w, x: jax.vmap(jax.grad(f, (0, 1)), (None, 1))(w, xs(x)),
-        "grad of vmap": lambda w, x: jax.grad(lambda w: jnp.sum(jax.vmap(f, (None, 1))(w, xs(x))))(w),
         "grad of vmap of both": lambda w, x: jax.jit(
             jax.grad(lambda w: jnp.sum(jax.vmap(f)(jnp.stack([w, 2 * w]), jnp.stack([x, 2 * x]))))
         )(w),
-        "linearize": lambda w, x: jax.linearize(f, w, x)[1](w, x),
         "vmap of linearize": lambda w, x: jax.vmap(jax.linearize(f, w, x)[1])(jnp.stack([w, 2 * w]), jnp.stack([x, x])),
         "checkpoint": jax.grad(jax.checkpoint(f), (0, 1)),
     }[name]
 
 
 WAYS = (
-    "grad, grad of one, grad of the other, jit of grad, grad of jit, jvp, jvp of jvp, hessian, jit of forward over reverse, "
-    "vmap of grad, grad of vmap, grad of vmap of both, linearize, vmap of linearize, checkpoint"
+    "grad, grad of one, grad of the other, grad of jit, jvp of jvp, hessian, vmap of grad, grad of vmap of both, "
+    "vmap of linearize, checkpoint"
 ).split(", ")
 
 
@@ -284,15 +248,11 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("shape", "policy"),
-    [*((shape, "offload_inputs") for shape in SHAPES), *((shape, "offload: *") for shape in list(SHAPES)[:3])],
-)
-def test_any_way_of_putting_blocks_together(shape: str, policy: str, x64: None) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_way_of_putting_blocks_together(shape: str, x64: None) -> None:
     w, x = arrays()
-    ours, theirs = (SHAPES[shape](block) for block in (rj.remat(with_masks, policy), with_masks))
-    # A `cond` under `vmap` selects, which JAX refuses for host arrays.
-    for way in ("grad", "jit of grad", "jit of forward over reverse", *(["vmap of grad"] if shape != "in a branch" else [])):
+    ours, theirs = (SHAPES[shape](block) for block in (rj.remat(with_masks, "offload_inputs"), with_masks))
+    for way in ("grad", "jit of forward over reverse"):
         assert_same(jax.jit(around(way, ours))(w, x), around(way, theirs)(w, x))
 
 
@@ -304,16 +264,6 @@ def test_links_cost_no_matmul_and_move_nothing_more() -> None:
     gradient.clear_cache()
     assert (matmuls(gradient, params, x), to_host(gradient, params, x)) == alone
 
-
-def test_replan_finds_the_blocks_inside() -> None:
-    w, x = arrays()
-    linked = stack(rj.remat(plain, "offload_inputs"))
-    replanned = rj.replan(linked, "full")
-    assert_same(jax.grad(replanned, (0, 1))(w, x), jax.grad(stack(plain), (0, 1))(w, x), 1e-6)
-    assert to_host(jax.grad(linked), w, x) and not to_host(jax.grad(replanned), w, x)
-
-
-# --- what the compiler makes of it ------------------------------------------------------------------------------------
 
 SCRIPT = """
 import remat_jax as rj
@@ -329,7 +279,8 @@ def loss(ws, x):
         x = block(x, w)
     return (x.astype(jnp.float32) ** 2).mean()
 
-arguments = [(struct((1024, 4096)), struct((4096, 1024)))] * 5, struct((16384, 1024), jnp.bfloat16)
+LAYERS = 3
+arguments = [(struct((1024, 4096)), struct((4096, 1024)))] * LAYERS, struct((16384, 1024), jnp.bfloat16)
 keep("linked", jax.grad(loss), *arguments)
 with overlap.unlinked():
     keep("alone", lambda *args: jax.grad(loss)(*args), *arguments)
@@ -363,20 +314,20 @@ def read(compiled: Compiled, hbm_bytes_per_s: float = math.inf, host_link_bytes_
 
 def test_compute_covers_all_of_the_copies_that_it_can(compiled: dict[str, Compiled]) -> None:
     overlaps = {name: read(compiled[name]) for name in ("linked", "alone")}
-    copy = 2 * 16384 * 4096
-    assert {name: compiled[name].host_temp for name in overlaps} == dict.fromkeys(overlaps, 5 * copy)
+    copy, layers = 2 * 16384 * 4096, 3
+    assert {name: compiled[name].host_temp for name in overlaps} == dict.fromkeys(overlaps, layers * copy)
     # One more copy is in flight.
     assert compiled["linked"].temp <= compiled["alone"].temp + copy + 2**16
     matmul = 2 * 16384 * 1024 * 4096 / 790e12
-    seconds = 5 * copy / 50e9
+    seconds = layers * copy / 50e9
     # Forward, all but the first matmul; backward, the four of each block except the first.
-    assert overlaps["linked"].out.covered == pytest.approx(9 * matmul / seconds, rel=1e-6)
-    assert overlaps["linked"].back.covered == pytest.approx(16 * matmul / seconds, rel=1e-6)
+    assert overlaps["linked"].out.covered == pytest.approx((2 * layers - 1) * matmul / seconds, rel=1e-6)
+    assert overlaps["linked"].back.covered == pytest.approx(4 * (layers - 1) * matmul / seconds, rel=1e-6)
     assert overlaps["linked"].out.covered == pytest.approx(overlaps["linked"].out.coverable)
     assert overlaps["linked"].back.covered == pytest.approx(overlaps["linked"].back.coverable)
     # Without links, one matmul of each block.
-    assert overlaps["alone"].out.covered == pytest.approx(5 * matmul / seconds, rel=1e-6)
-    assert overlaps["alone"].back.covered == pytest.approx(5 * matmul / seconds, rel=1e-6)
+    assert overlaps["alone"].out.covered == pytest.approx(layers * matmul / seconds, rel=1e-6)
+    assert overlaps["alone"].back.covered == pytest.approx(layers * matmul / seconds, rel=1e-6)
 
 
 def test_a_decoders_copies_are_spread_over_its_compute(compiled: dict[str, Compiled]) -> None:

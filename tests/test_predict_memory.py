@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import jax
 import pytest
 
 import remat_jax as rj
 from benchmarks import predict_memory
-from remat_jax import compat
+from tests.workloads import needs_gpu_compiler
 
 ROW = {"temp_bytes": 1000, "full + residuals": 1000, "two layers": 1010}
 
@@ -36,20 +35,24 @@ def test_a_model_has_the_residuals_that_policies_are_drawn_from(name: str) -> No
     assert bool(pairs) == (name == "xla")
 
 
-@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
-def test_a_small_run_prints_the_table_and_keeps_the_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_prints_the_table_and_keeps_the_rows(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    arguments = ["--only", "mlp", "--policies", "3", "--calibration", "3", "--layers", "4", "--output", str(tmp_path)]
+    monkeypatch.setattr(predict_memory, "compare", lambda work, short, *given: [ROW | {"predicted": 1100, "given": given}])
+    arguments = ["--only", "mlp", "--policies", "3", "--calibration", "2", "--layers", "4", "--output", str(tmp_path)]
     assert predict_memory.main(arguments) == 0
     shown = capsys.readouterr().out
     assert f"4 scanned layers, h200, JAX {jax.__version__}" in shown and "deep MLP: predicted" in shown
     kept = json.loads((tmp_path / "predict_memory.json").read_text())
-    rows = kept["rows"]["deep MLP"]
-    assert 1 <= len(rows) <= 3 and all(row["host_bytes"] == row["residual_host_bytes"] for row in rows)
+    assert kept["rows"]["deep MLP"][0]["given"] == ["h200", 3, 2]
+    assert kept["summaries"]["deep MLP"]["predicted"]["worst"] == pytest.approx(0.1)
+
+
+@needs_gpu_compiler
+def test_another_depth_predicts_the_compiled_memory() -> None:
+    rows = predict_memory.compare(predict_memory.deep_mlp(3), predict_memory.deep_mlp(2), "h200", 1, 0)
+    assert rows and all(row["host_bytes"] == row["residual_host_bytes"] for row in rows)
     assert all(row["temp_bytes"] > row["residual_device_bytes"] > 0 for row in rows)
-    assert all(kept["summaries"]["deep MLP"][way]["worst"] < 0.15 for way in ("predicted", "two layers"))
+    assert predict_memory.summary(rows, "two layers")["worst"] < 0.15
 
 
 def test_bad_usage_says_what_is_expected(capsys: pytest.CaptureFixture[str]) -> None:

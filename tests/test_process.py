@@ -31,8 +31,7 @@ from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.measure import measure_many
 from remat_jax.step import TrainingStep
-
-needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+from tests.workloads import mean_square, needs_gpu_compiler, struct
 
 
 @pytest.fixture(autouse=True)
@@ -41,10 +40,6 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     cache.forget()
     process._idle.end()
     monkeypatch.setenv(cache.VARIABLE, "off")
-
-
-def struct(*shape: int, dtype: Any = jnp.float32) -> Any:
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def program(layers: int = 1, name: str = "cpu") -> ExportedProgram:
@@ -65,9 +60,6 @@ def other_child(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, script:
     path = tmp_path / "child.py"
     path.write_text(script.replace("COMPILE", f"__import__('runpy').run_path({str(compiler.CHILD)!r}, run_name='__main__')"))
     monkeypatch.setattr(compiler, "CHILD", path)
-
-
-# --- it dies ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -99,15 +91,18 @@ def other_child(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, script:
         ),
     ],
 )
-def test_a_compiler_that_dies_is_an_error_here(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, script: str, message: str
-) -> None:
+def test_a_compiler_that_dies_is_an_error_here(monkeypatch, tmp_path, script, message):
     exported = program()
     with monkeypatch.context() as patched:
         other_child(patched, tmp_path, script)
         with pytest.raises(CompileError, match=message) as caught:
             compiled(exported)
     assert str(caught.value).startswith("compiling for target='cpu': ")
+
+
+def has_ended(pid: str) -> bool:
+    state = pathlib.Path("/proc", pid, "stat")
+    return not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
 def children() -> set[int]:
@@ -157,33 +152,23 @@ def test_a_compiler_without_memory_is_an_error_that_says_so(monkeypatch: pytest.
     assert compiled(exported, "h200").argument == 64 * 32 * 4
 
 
-# --- it does not come to an end ---------------------------------------------------------------------------------------
-
-
-def test_a_slow_compiler_is_stopped_and_the_next_call_works() -> None:
-    exported = program()
-    with pytest.raises(CompileError, match="not done after timeout=0.05 s, stopped at policy='full'. Give a longer timeout"):
-        compiled(exported, timeout=0.05)
-    assert compiled(exported).argument == 64 * 32 * 4
+HANGING = """
+import pathlib, subprocess, time
+pathlib.Path(STARTED).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+time.sleep(600)
+"""
 
 
 def test_a_compiler_that_hangs_is_stopped_with_what_it_started(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     started = tmp_path / "started"
-    other_child(
-        monkeypatch,
-        tmp_path,
-        "import pathlib, subprocess, time\n"
-        f"pathlib.Path({str(started)!r}).write_text(str(subprocess.Popen(['sleep', '600']).pid))\n"
-        "time.sleep(600)\n",
-    )
     # It holds the pipe open that this process reads: if it were left alone, this call would wait for it.
-    with pytest.raises(CompileError, match="not done after timeout=5 s"):
+    message = "not done after timeout=5 s, stopped at policy='full'. Give a longer timeout"
+    with monkeypatch.context() as patched, pytest.raises(CompileError, match=message):
+        other_child(patched, tmp_path, HANGING.replace("STARTED", repr(str(started))))
         compiled(program(), timeout=5)
-    state = pathlib.Path("/proc") / started.read_text() / "stat"
-    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    assert compiled(program()).argument == 64 * 32 * 4, "the next call works"
+    assert has_ended(started.read_text())
 
-
-# --- nobody waits for it any more ------------------------------------------------------------------------------------
 
 SLOW = """
 import json, os, pathlib, sys, time
@@ -205,9 +190,7 @@ def slow_child(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("keys", [("quick", "slow"), ("slow", "quick")])
-def test_where_one_step_is_refused_the_others_are_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, keys: tuple[str, str]
-) -> None:
+def test_where_one_step_is_refused_the_others_are_not_waited_for(monkeypatch, tmp_path, keys):
     slow_child(monkeypatch, tmp_path)
     programs = [replace(program(layers + 1), key=key) for layers, key in enumerate(keys)]
     with pytest.raises(CompileError, match="refused policy=quick: refused at once"):
@@ -224,22 +207,15 @@ def test_an_interrupted_call_ends_its_compilers(monkeypatch: pytest.MonkeyPatch,
         raise KeyboardInterrupt
 
     monkeypatch.setattr(importlib.import_module("remat_jax.memory.measure"), "_residuals", interrupted)
-    x, dense = jnp.ones((8, 8)), nn.Dense(8)
-    job = rj.Workload(
-        lambda params, x: jnp.sum(jnp.sin(dense.apply(params, x))), dense.init(jax.random.key(0), x), (x,), nn.Dense
-    )
+    job = mean_square(nn.Dense(8), struct(8, 8), nn.Dense)
     with pytest.raises(KeyboardInterrupt):
         measure_many(job, ["off", "full"], "cpu", timeout=60)
     assert not (tmp_path / "ended").exists()
-    for path in tmp_path.glob("started_*"):
-        state = pathlib.Path("/proc", path.name.removeprefix("started_"), "stat")
-        assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    assert all(has_ended(path.name.removeprefix("started_")) for path in tmp_path.glob("started_*"))
 
 
-# --- it is asked again ------------------------------------------------------------------------------------------------
-
-
-def test_the_next_program_is_compiled_by_the_same_process() -> None:
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_a_process_compiles_the_next_program_of_its_caller_and_environment_until_a_long_wait(monkeypatch) -> None:
     before = children()
     assert compiled(program()).argument == 64 * 32 * 4
     (first,) = children() - before
@@ -247,12 +223,10 @@ def test_the_next_program_is_compiled_by_the_same_process() -> None:
         compile_programs([program(2)], target("cpu"), timeout=60, compiler_options={"no_such_option": "1"})
     assert compiled(program(3)).argument == 64 * 32 * 4
     assert children() - before == {first}
-
-
-def test_another_environment_or_a_long_wait_is_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = children()
-    compiled(program())
-    (first,) = children() - before
+    (mine,) = process._idle._waiting
+    if (fork := os.fork()) == 0:
+        os._exit(len(process._idle._waiting))
+    assert os.waitpid(fork, 0)[1] == 0 and mine.process.poll() is None, "a forked process starts its own"
     with monkeypatch.context() as patched:
         patched.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
         compiled(program())
@@ -262,9 +236,7 @@ def test_another_environment_or_a_long_wait_is_another_process(monkeypatch: pyte
     assert not children() & {first, second} and len(children() - before) == 1
 
 
-def test_what_an_earlier_program_said_is_not_said_of_a_later_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
+def test_what_an_earlier_program_said_is_not_said_of_a_later_one(monkeypatch, tmp_path):
     script = """
 import json, sys
 for place, line in enumerate(sys.stdin):
@@ -282,13 +254,7 @@ for place, line in enumerate(sys.stdin):
 
 
 def test_a_process_that_nobody_asks_again_leaves(tmp_path: pathlib.Path) -> None:
-    request = {
-        "programs": [],
-        "topology": None,
-        "folder": str(tmp_path),
-        "parent": os.getpid(),
-        "idle_seconds": 1.0,
-    }
+    request = {"programs": [], "topology": None, "folder": str(tmp_path), "parent": os.getpid(), "idle_seconds": 1.0}
     command = [sys.executable, str(compiler.CHILD)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None and child.stdout is not None
@@ -296,23 +262,6 @@ def test_a_process_that_nobody_asks_again_leaves(tmp_path: pathlib.Path) -> None
         child.stdin.flush()
         assert json.loads(child.stdout.readline()) == {"done": True}
         assert child.wait(timeout=60) == 1
-
-
-@pytest.mark.filterwarnings("ignore:os.fork")
-def test_a_forked_process_starts_its_own() -> None:
-    compiled(program())
-    (mine,) = process._idle._waiting
-    if (fork := os.fork()) == 0:
-        os._exit(len(process._idle._waiting))
-    assert os.waitpid(fork, 0)[1] == 0 and mine.process.poll() is None and process._idle._waiting == [mine]
-
-
-# --- it refuses -------------------------------------------------------------------------------------------------------
-
-
-def test_a_program_that_the_compiler_refuses_reports_its_error() -> None:
-    with pytest.raises(CompileError, match="refused policy=full: .*no_such_option"):
-        compile_programs([program()], target("cpu"), timeout=60, compiler_options={"no_such_option": "1"})
 
 
 def test_without_the_gpu_compiler_the_command_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,33 +272,6 @@ def test_without_the_gpu_compiler_the_command_is_given(monkeypatch: pytest.Monke
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(UnsupportedError, match="published for Linux only; use target='cpu' here"):
         compiled(exported, "h200")
-
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
-
-BATCH, LENGTH, HEADS, WIDTH = 2, 512, 4, 64
-
-
-def attention(x: Any, implementation: str) -> Any:
-    if implementation != "pallas":
-        return jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation=implementation)
-    return compat.attention_kernel()(x, x, x, segment_ids=None, causal=True)
-
-
-def attention_job(implementation: str) -> rj.Workload:
-    def step(x: Any) -> Any:
-        return jax.grad(lambda x: attention(x, implementation).astype(jnp.float32).sum())(x)
-
-    return rj.Workload.from_step(step, struct(BATCH, LENGTH, HEADS, WIDTH, dtype=jnp.bfloat16), blocks="*")
-
-
-@needs_gpu_compiler
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-def test_a_pallas_kernel_is_compiled_and_has_no_attention_matrix() -> None:
-    xla, pallas = (rj.measure(attention_job(name), "off", "h200") for name in ("xla", "pallas"))
-    matrix = BATCH * HEADS * LENGTH * LENGTH * 4
-    assert xla.temp_bytes >= matrix > 1.2 * pallas.temp_bytes > 0
-    assert xla.argument_bytes == pallas.argument_bytes == BATCH * LENGTH * HEADS * WIDTH * 2
 
 
 def test_a_pallas_kernel_for_a_device_that_has_no_name_says_what_to_add() -> None:
@@ -372,21 +294,17 @@ def test_an_operator_that_needs_cudnn_is_named_with_its_line_and_the_remedy(monk
 
     # Private JAX: no public function pretends that cuDNN is missing where it is installed.
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", missing)
+
+    def loss(x: Any) -> Any:
+        return jax.nn.dot_product_attention(x, x, x, implementation="cudnn").astype(jnp.float32).sum()
+
+    x = struct(2, 512, 4, 64, dtype=jnp.bfloat16)
     with pytest.raises(CompileError) as caught:
-        rj.measure(attention_job("cudnn"), "off", "h200")
+        rj.measure(rj.Workload.from_step(jax.grad(loss), x, blocks="*"), "off", "h200")
     message = str(caught.value)
     assert "dot_product_attention at " in message and f"{pathlib.Path(__file__).name}:" in message
     assert "cuDNN not found. The operator needs cuDNN: pip install nvidia-cudnn-cu13" in message
     assert "implementation='xla'" in message and "Pallas" in message
-
-
-def test_other_errors_of_a_trace_are_left_alone() -> None:
-    def step(x: Any) -> Any:
-        raise RuntimeError("of the user's own")
-
-    with pytest.raises(RuntimeError, match="of the user's own") as caught:
-        export_step("full", TrainingStep(step, (struct(2),), ()), target("h200"))
-    assert not isinstance(caught.value, CompileError)
 
 
 def test_what_libraries_print_is_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

@@ -91,7 +91,7 @@ def test_what_runs_on_a_device_ends_with_a_caller_that_is_killed() -> None:
             lists = pathlib.Path(f"/proc/{caller.pid}/task").glob("*/children")
             children = [int(pid) for listing in lists for pid in listing.read_text().split()]
         (child,) = children
-        while seconds_of_work(child) < 4 and is_running(child):  # JAX is imported, and the step runs
+        while seconds_of_work(child) < 3 and is_running(child):  # JAX is imported, and the step runs
             time.sleep(0.1)
         assert is_running(child)
         caller.kill()
@@ -119,21 +119,14 @@ def job():
 def block(w):
     return jnp.sin(jnp.sin(w)).sum()
 """
-FORKED = """
-rj.residuals(job(), "full")
-jnp.ones(3).sum()
-child = os.fork()
-if child == 0:
-    rj.measure(job(), "full", "cpu")
-    os._exit(0)
-os.waitpid(child, 0)
-"""
 TRAINED = """
 loss = rj.checkpoint_blocks(lambda w: block(w), {block: "full"})
 jnp.ones(3).sum()
-for _ in range(2):
+for compiles in (False, True):
     child = os.fork()
     if child == 0:
+        if compiles:
+            rj.measure(job(), "full", "cpu")
         for size in (3, 4):
             jax.eval_shape(jax.jit(jax.grad(loss)), jax.ShapeDtypeStruct((size,), jnp.float32))
         os._exit(0)
@@ -155,15 +148,9 @@ def fresh(code: str, path: pathlib.Path) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.skipif(not pathlib.Path("/proc/self/task").is_dir(), reason="Linux tells the threads of a process")
-def test_a_process_that_was_forked_after_jax_had_started_is_told_at_once() -> None:
-    assert "RematWarning: this process was forked after JAX had started" in fresh(FORKED, ROOT)
-    assert "was forked" not in fresh(FORKED.replace("jnp.ones(3).sum()", "").replace("os.fork()", "0"), ROOT)
-
-
-def test_a_block_that_is_traced_in_a_forked_process_is_told_once_in_each() -> None:
-    """Without our error its compilation would wait for ever."""
-    assert fresh(TRAINED, ROOT).count("RematWarning: this process was forked") == 2
+def test_a_process_that_was_forked_after_jax_had_started_is_told_once() -> None:
+    """A compilation in it would wait for ever. The process itself, which was not forked, gets no warning."""
+    assert fresh(TRAINED, ROOT).count("RematWarning: this process was forked after JAX had started") == 2
 
 
 def test_a_package_in_a_zip_file_is_an_error_with_the_remedy(tmp_path: pathlib.Path) -> None:

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 import remat_jax as rj
-from benchmarks.published import __main__ as command
 from benchmarks.published import tensor
-from benchmarks.published.__main__ import Record, Row, allowed, figures, missed, ratios, recorded, row
-from benchmarks.published.cases import ABSOLUTE, CASES, SECOND, Case
+from benchmarks.published.__main__ import Record, Row, allowed, missed, ratios, recorded, row
+from benchmarks.published.cases import ABSOLUTE, CASES, Case
 from benchmarks.published.model import Shape, workload
-from benchmarks.published.tpu_cases import GPT3_175B, LLAMA31_8B, LLAMA31_70B, TPU_CASES, fsdp, maxtext_2023, operations
+from benchmarks.published.tpu_cases import GPT3_175B, LLAMA31_8B, LLAMA31_70B, fsdp, maxtext_2023, operations
 
 SMALL = Shape(2, 256, 512, 2, 1024, kv_heads=1)
 
@@ -25,11 +24,8 @@ SMALL = Shape(2, 256, 512, 2, 1024, kv_heads=1)
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_a_small_step_is_compiled_for_its_gpus() -> None:
     policy = CASES[0].policy
-    alone = Case("small", SMALL, 2, 256, "h200", policy, 1.0, "", "")
-    published_row = row(alone)
-    assert 0 < published_row.compute == published_row.seconds < 1e-2
-    divided = row(dataclasses.replace(alone, target="8xh100", mesh={"data": 1, "fsdp": 8}))
-    assert divided.seconds > divided.compute > 0, "parameters are gathered"
+    divided = row(Case("small", SMALL, 2, 256, "8xh100", policy, 1.0, "", "", mesh={"data": 1, "fsdp": 8}))
+    assert 1e-2 > divided.seconds > divided.compute > 0, "parameters are gathered"
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -81,15 +77,6 @@ def test_a_layer_recomputed_as_a_whole_has_its_last_product_again() -> None:
     assert products(True) == products(False) + SMALL.layers
 
 
-def test_every_second_layer_has_a_policy_of_its_own() -> None:
-    work = workload(dataclasses.replace(SMALL, layers=4, unrolled=True, pairs=True), 1, 128)
-    kept, block = (next(cls for cls in work.blocks if cls.__name__ == name) for name in ("Kept", "Block"))
-    table = rj.residuals(work, {block: "full", kept: SECOND["Kept"]})
-    paths = [entry.name for entry in table if entry.action == "save"]
-    assert any("second/down" in path or "second/up" in path for path in paths)
-    assert not any("first/up" in path for path in paths)
-
-
 def test_dropout_drops_a_tenth_and_its_attention_mask_is_drawn_again() -> None:
     dropped = np.asarray(tensor._dropped(jnp.ones((8, 64, 64)), jax.random.key(0, impl="rbg")))
     assert (dropped == 0).mean() == pytest.approx(tensor.DROPOUT_RATE, abs=0.005)
@@ -102,29 +89,6 @@ def test_dropout_drops_a_tenth_and_its_attention_mask_is_drawn_again() -> None:
 
     assert kept("everything") >= 2, "weights and mask"
     assert kept("dots_with_no_batch_dims") == 0
-
-
-def test_unrolled_layers_are_extrapolated_from_few(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(command, "_compiled", lambda case, layers: (1 + layers / 2, 1 + layers / 4, 100 * layers))
-    case = dataclasses.replace(CASES[0], shape=dataclasses.replace(SMALL, layers=10, unrolled=True))
-    assert (row(case).seconds, row(case).compute) == (6.0, 3.5)
-    assert row(dataclasses.replace(case, tensor=8)).seconds == 0.5
-    assert row(dataclasses.replace(case, shape=dataclasses.replace(SMALL, layers=10))).seconds == 6.0
-
-
-def test_every_case_names_its_source_and_what_it_is_compared_with() -> None:
-    both = (*CASES, *TPU_CASES)
-    names = [case.name for case in both]
-    assert len(set(names)) == len(names) and len(CASES) >= 20 and len(TPU_CASES) >= 8
-    assert all(case.told and ("/" in case.source or "arXiv" in case.source) for case in both)
-    by_name = {case.name: case for case in CASES}
-    for case in CASES:
-        beside = by_name.get(case.beside)
-        assert bool(case.beside) == (beside is not None)
-        assert case.ratio is not None or beside is None or (case.seconds is not None and beside.seconds is not None)
-    assert sum(bool(case.beside) for case in CASES) >= 7
 
 
 def test_what_misses_is_told_and_a_sixth_may() -> None:
@@ -141,11 +105,6 @@ def test_what_misses_is_told_and_a_sixth_may() -> None:
     assert missed(alone) == {} and ratios(alone)[0][1:] == (0.62, 0.6)
 
 
-def test_the_figures_of_the_note() -> None:
-    made = figures([Row(CASES[0], 0.75, 0.7)])
-    assert made.startswith("| step |") and "| 720 ms | 750 ms | +4 % | 50 ms |" in made and "\nSources:\n" in made
-
-
 def test_rows_are_recorded_and_a_new_row_replaces_its_old_row(tmp_path: Path) -> None:
     path = tmp_path / "published.json"
     first, second = CASES[:2]
@@ -155,11 +114,3 @@ def test_rows_are_recorded_and_a_new_row_replaces_its_old_row(tmp_path: Path) ->
     path.write_text(path.read_text().replace(f'"published_seconds": {first.seconds}', '"published_seconds": 1.5'))
     with pytest.raises(SystemExit, match="not with this published time"):
         recorded(path)
-
-
-def test_attention_and_the_feed_forward_of_maxtext_in_2023_read_the_same_norm() -> None:
-    """So neither of their results is a residual: only what the feed-forward and the attention compute from the norm."""
-    work = workload(maxtext_2023(4, 512, 1024, 4, "dense"), 1, 128)
-    saved = {entry.name.split("/")[-1] for entry in rj.residuals(work, "dots_with_no_batch_dims") if entry.action == "save"}
-    assert {f"{name}:dot_general#0" for name in ("query", "key", "value", "up")} <= saved
-    assert not {f"{name}:dot_general#0" for name in ("out", "down")} & saved

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import remat_jax as rj
+from tests.small_models import Stack
+from tests.workloads import mean_square, struct
 
 ROWS, WIDTH, LAYERS = 3, 4, 2
 
@@ -23,27 +25,10 @@ class Block(nn.Module):
         return x + nn.Dense(WIDTH, name="down")(jnp.sin(nn.Dense(2 * WIDTH, name="up")(x)))
 
 
-class Model(nn.Module):
-    scan: bool = False
-    block: Any = Block
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        if not self.scan:
-            for index in range(LAYERS):
-                x = self.block(name=f"block_{index}")(x)
-            return x
-        scan = nn.scan(
-            lambda block, x, _: (block(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS
-        )
-        return scan(self.block(name="layers"), x, None)[0]
-
-
 def workload(scan: bool = False, dtype: Any = jnp.float32, block: Any = Block) -> rj.Workload:
-    model, x = Model(scan, block), jax.ShapeDtypeStruct((ROWS, WIDTH), dtype)
-    params = jax.eval_shape(Model(scan).init, jax.random.key(0), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32))
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), params)
-    return rj.Workload(lambda p, x: (model.apply(p, x) ** 2).mean(), params, (x,), blocks=Block)
+    job = mean_square(Stack(block, LAYERS, scan), struct(ROWS, WIDTH), Block)
+    given = jax.tree.map(lambda leaf: struct(*leaf.shape, dtype=dtype), (job.params, job.batch))
+    return rj.Workload(job.loss, *given, Block)
 
 
 def totals(job: rj.Workload, policy: Any) -> tuple[int, int, int]:
@@ -75,9 +60,8 @@ def test_bytes_are_the_closed_form(scan, dtype, size):
 
 
 def test_blocks_inside_jit_have_the_rows_of_the_same_blocks_outside():
-    job, inside = workload(), workload(block=nn.jit(Block))
-    for policy in ("full", "offload_inputs", "offload_dot_with_no_batch_dims"):
-        assert totals(inside, policy) == totals(job, policy), policy
+    policy = "offload: @inputs; save: @dots_with_no_batch_dims"
+    assert totals(workload(block=nn.jit(Block)), policy) == totals(workload(), policy)
 
 
 def test_unrolled_agrees_with_what_jax_lists_as_saved(capsys):
@@ -87,7 +71,7 @@ def test_unrolled_agrees_with_what_jax_lists_as_saved(capsys):
         ("dots_with_no_batch_dims", jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
     ]:
         block = Block if by_hand is None else nn.remat(Block, policy=by_hand)
-        model = Model(block=block)
+        model = Stack(block, LAYERS)
         job = workload()
         jax.ad_checkpoint.print_saved_residuals(lambda p, x, m=model: (m.apply(p, x) ** 2).mean(), job.params, *job.batch)
         lines = [
@@ -104,29 +88,26 @@ def test_names_actions_and_source_lines():
     rows = {row.name: row for row in rj.residuals(workload(), "save: *up:dot*; offload: @inputs")}
     assert {name: (row.action, row.shape, row.dtype, row.bytes) for name, row in rows.items() if row.action != "recompute"} == {
         ":mul": ("save", (3, 4), "float32", 48),
-        "block_0/up:dot_general#0": ("save", (3, 8), "float32", 96),
-        "block_1/up:dot_general#0": ("save", (3, 8), "float32", 96),
-        "block_0:input#0": ("offload", (3, 4), "float32", 48),
-        "block_1:input#0": ("offload", (3, 4), "float32", 48),
+        "layer_0/up:dot_general#0": ("save", (3, 8), "float32", 96),
+        "layer_1/up:dot_general#0": ("save", (3, 8), "float32", 96),
+        "layer_0:input#0": ("offload", (3, 4), "float32", 48),
+        "layer_1:input#0": ("offload", (3, 4), "float32", 48),
     }
     assert {name for name, row in rows.items() if row.action == "recompute"} == {
-        f"block_{index}:{primitive}#0" for index in range(2) for primitive in ("sin", "cos")
+        f"layer_{index}:{primitive}#0" for index in range(2) for primitive in ("sin", "cos")
     }
-    assert f"test_residuals.py:{line}" in rows["block_0/up:dot_general#0"].source
-
-    scanned = {row.name: row for row in rj.residuals(workload(scan=True), "full") if row.action == "save"}
-    assert {name: (row.shape, row.scanned) for name, row in scanned.items()} == {
-        ":mul": ((3, 4), False),
-        "Model:carry#0": ((2, 3, 4), True),
-    }
-
-
-def test_rows_are_ordered_and_printed_with_their_totals():
+    assert f"test_residuals.py:{line}" in rows["layer_0/up:dot_general#0"].source
     table = rj.residuals(workload(), "save: *up:dot*; offload: @inputs")
     actions = [row.action for row in table]
     assert actions == sorted(actions, key=["save", "offload", "recompute"].index) and len(table) == len(actions)
     assert table.to_dict()["host_bytes"] == sum(row.bytes for row in table if row.action == "offload") == 96
-    assert "device 240 B, host 96 B" in str(table) and "block_1:input#0" in str(table)
+    assert "device 240 B, host 96 B" in str(table) and "layer_1:input#0" in str(table)
+
+    scanned = {row.name: row for row in rj.residuals(workload(scan=True), "full") if row.action == "save"}
+    assert {name: (row.shape, row.scanned) for name, row in scanned.items()} == {
+        ":mul": ((3, 4), False),
+        "Stack:carry#0": ((2, 3, 4), True),
+    }
 
 
 @jax.custom_vjp
@@ -145,77 +126,56 @@ class Odd(nn.Module):
         return jax.jit(lambda x: jnp.tanh(x))(x)
 
 
-class Odds(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return Odd(name="b")(Odd(name="a")(nn.Dense(WIDTH, use_bias=False, name="in")(x)))
-
-
 def test_through_cond_custom_vjp_jit_and_rng_keys():
     key, x = jax.eval_shape(jax.random.key, 0), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    params = jax.eval_shape(lambda k, x: Odds().init({"params": k, "dropout": k}, x), key, x)
-    job = rj.Workload(lambda p, x, k: (Odds().apply(p, x, rngs={"dropout": k}) ** 2).mean(), params, (x, key), Odd)
+    model = nn.Sequential([nn.Dense(WIDTH, use_bias=False), Odd(), Odd()])
+    params = jax.eval_shape(lambda k, x: model.init({"params": k, "dropout": k}, x), key, x)
+    job = rj.Workload(lambda p, x, k: (model.apply(p, x, rngs={"dropout": k}) ** 2).mean(), params, (x, key), Odd)
     assert totals(job, "full")[:2] == (4 * 3 * X, 0)  # both inputs, and outside the blocks the squared output's
     assert totals(job, "offload_inputs")[:2] == (4 * X, 4 * 2 * X)
     assert totals(job, "everything")[0] == totals(job, "off")[0]
-    saved = {row.name for row in rj.residuals(job, "save: *cos*, *tanh*") if row.action == "save"}
-    assert {"a:cos#0", "a:tanh#0", "b:cos#0", "b:tanh#0"} <= saved
+    saved = {row.name.rpartition("/")[2] for row in rj.residuals(job, "save: *cos*, *tanh*") if row.action == "save"}
+    assert {f"layers_{index}:{primitive}#0" for index in (1, 2) for primitive in ("cos", "tanh")} <= saved
     # The dropout mask: one byte each.
     assert {row.bytes for row in rj.residuals(job, "save: *Dropout_0:lt*") if "Dropout_0:lt" in row.name} == {X}
 
 
 def test_a_kept_rng_key_counts_its_data():
-    class Keyed(nn.Module):
-        @nn.compact
-        def __call__(self, x, key):
-            return jnp.sin(x) * jax.random.normal(key, x.shape)
+    @rj.block
+    def keyed(x, key):
+        return jnp.sin(x) * jax.random.normal(key, x.shape)
 
-    class Twice(nn.Module):
-        @nn.compact
-        def __call__(self, x, key):
-            for index in range(2):
-                x = Keyed(name=f"block_{index}")(x, jax.random.fold_in(key, index))
-            return x
+    def loss(w, x, key):
+        return keyed(keyed(x * w, jax.random.fold_in(key, 0)), jax.random.fold_in(key, 1)).sum()
 
-    x, key = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32), jax.eval_shape(jax.random.key, 0)
-    job = rj.Workload(
-        lambda w, x, k: (Twice().apply({}, x * w, k)).sum(), jax.ShapeDtypeStruct((), jnp.float32), (x, key), Keyed
-    )
+    job = rj.Workload(loss, struct(), (struct(ROWS, WIDTH), jax.eval_shape(jax.random.key, 0)), keyed)
     keys = [row for row in rj.residuals(job, "full") if row.dtype.startswith("key")]
     assert [(row.bytes, row.count) for row in keys] == [(16, 2)]  # two words of 4 bytes each
 
 
 def test_parameters_and_batch_are_no_residuals_and_frozen_ones_neither():
     job = workload()
-    frozen = rj.Workload(job.loss, job.params, job.batch, Block, trainable="*/block_1/*")
-    # Nothing before block_1 is differentiated, so nothing of block_0 is kept.
+    frozen = rj.Workload(job.loss, job.params, job.batch, Block, trainable="*/layer_1/*")
+    # Nothing before layer_1 is differentiated, so nothing of layer_0 is kept.
     assert {row.name for row in rj.residuals(frozen, "off")} == {
         ":mul",
-        "Model/block_0:add",
-        "Model/block_1:sin",
-        "Model/block_1:cos",
+        "Stack/layer_0:add",
+        "Stack/layer_1:sin",
+        "Stack/layer_1:cos",
     }
     assert totals(frozen, "off")[0] == 4 * (HEAD + X + 2 * HIDDEN)
 
 
-@pytest.mark.parametrize("scan", [False, True])
-def test_a_checkpoint_of_the_models_own_around_the_blocks_is_told(scan):
+@pytest.mark.versions
+@pytest.mark.parametrize(("scan", "flags"), [(False, []), (True, ["jax_remat3"])])
+def test_a_checkpoint_of_the_models_own_around_the_blocks_is_told(scan, flags, with_flags):
+    with_flags(flags)
     freed = workload(scan, block=nn.remat(Block))
     job = rj.Workload(freed.loss, freed.params, freed.batch, Block, own_checkpoints="keep")
-    kept = {policy: totals(job, policy) for policy in ("off", "full", "dots", "everything")}
-    assert {policy for policy in kept if rj.residuals(job, policy).warning} == {"full", "dots", "everything"}
-    assert len(set(kept.values())) == 1 and kept["full"][2] == 0
-    table = rj.residuals(job, "dots")
+    off, table = rj.residuals(job, "off"), rj.residuals(job, "dots")
+    assert off.warning is None and totals(job, "off") == (table.device_bytes, table.host_bytes, 0)
     assert "own_checkpoints='keep'" in str(table.warning) and table.to_dict()["warning"] == table.warning
     assert "replaces these checkpoints" in str(table) and rj.measure(job, "dots").warnings == (table.warning,)
-    assert totals(freed, "everything")[0] > totals(freed, "full")[0] == kept["full"][0]
-    assert rj.residuals(freed, "full").warning is rj.residuals(freed, "everything").warning is None
+    free = rj.residuals(freed, "everything")
+    assert free.warning is None and free.device_bytes > off.device_bytes == totals(freed, "full")[0]
     assert rj.measure(freed, "full").warnings == ()
-
-
-@pytest.mark.versions
-@pytest.mark.parametrize("scan", [False, True])
-def test_it_is_told_under_remat3_too(remat3, scan):
-    freed = workload(scan, block=nn.remat(Block))
-    job = rj.Workload(freed.loss, freed.params, freed.batch, Block, own_checkpoints="keep")
-    assert [rj.residuals(job, policy).warning is None for policy in ("off", "full", "dots")] == [True, False, False]

@@ -108,15 +108,6 @@ def test_an_array_that_is_fetched_twice_left_once() -> None:
     assert covered.covered == covered.coverable == pytest.approx(10 / 22)
 
 
-def test_what_the_last_block_offloads_cannot_be_covered() -> None:
-    """Two copies of one direction beside much compute; one array is computed and read with no compute between."""
-    late = [ROUND_TRIP[place] for place in (0, 1, 3, 4, 5, 6, 7, 8)]
-    renamed = [(form.replace("%made", "%z").replace("%g", "%m"), name.replace("made", "z")) for form, name in late]
-    covered = overlap((START, "a"), (MATMUL, "k"), (MATMUL, "l"), (DONE, "a"), *renamed)
-    # Of 10 + 4 seconds out and 4 back all except the last two copies.
-    assert covered.covered == covered.coverable == pytest.approx(10 / 18)
-
-
 def test_what_cannot_be_covered_is_missing_in_its_own_direction() -> None:
     """The other direction has spare time but cannot lend it: its link may be idle while this array waits."""
     late = [(form.replace("%g,", "%m,"), name) for form, name in (ROUND_TRIP[place] for place in (0, 1, 3, 4, 5, 6, 7, 8))]
@@ -128,21 +119,13 @@ def test_what_cannot_be_covered_is_missing_in_its_own_direction() -> None:
 
 def test_rates_are_the_targets_unless_given() -> None:
     lines = (START, "a"), (MATMUL, "g"), (WORK, "w"), (DONE, "a")
-    of_target = read_overlap(text_of(*lines), target("h200"))
+    of_target = overlap(*lines, **dict.fromkeys(RATES))
     assert of_target.out.seconds == COPY_SECONDS + 1000 / 5.5e10
     # Two kernels start; one core computes the single tile of 64 × 64 of this small product, and its pipeline must fill.
     rates = Rates.of("h200")
     product = rates.product_seconds(Product("tensorfloat32", 1, 10, 10, 10))
     assert of_target.compute_seconds == pytest.approx(2 * LAUNCH_SECONDS + product + 2000 / 4.15e12)
     assert overlap(*lines, hbm_bytes_per_s=math.inf).compute_seconds == 8.0
-
-
-def text_of(*lines: tuple[str, str]) -> str:
-    body = "\n".join(f"  {form.format(name)}" for form, name in lines)
-    return (
-        f"{HEAD}\nENTRY %main (x: f32[250], m: f32[10,10]) -> f32[250] {{\n  %x = f32[250]{{0}} parameter(0)\n"
-        f"  %m = f32[10,10]{{1,0}} parameter(1)\n{body}\n  ROOT %end = f32[250]{{0}} bitcast(%x)\n}}\n"
-    )
 
 
 def looped(offset: int, stride: int, index: str = "subtract(%last, %k)") -> str:

@@ -33,8 +33,6 @@ def timed(text: str, name: str = "4xv5e") -> StepTime:
     return step_time(text, target(name))
 
 
-# --- kernels ----------------------------------------------------------------------------------------------------------
-
 KERNELS = f"""
 %inside (p: f32[1024]) -> f32[1024] {{
   %p = f32[1024]{{0}} parameter(0)
@@ -65,8 +63,6 @@ def test_attributes_with_line_breaks_belong_to_their_instruction() -> None:
     )
     assert timed(broken) == timed(KERNELS) and parse(broken).entry.root.name == "last"
 
-
-# --- loops ------------------------------------------------------------------------------------------------------------
 
 LOOP = """
 %body (s: (s32[])) -> (s32[]) {{
@@ -110,9 +106,6 @@ def test_loops_are_counted_as_they_run() -> None:
         seen += 0 < runs < 50
     assert seen > 50
     assert counted(0, 1, 9, "LT", counter="add(%i, %i)") == -1, "the counter itself is not compared"
-
-
-# --- collectives ------------------------------------------------------------------------------------------------------
 
 
 def part(name: str, target: str) -> str:

@@ -97,23 +97,17 @@ def without() -> dict[str, tuple[Any, ...]]:
     return {policy: kept(False, policy) for policy in POLICIES}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("flags", CASES, ids=IDS)
-def test_a_policy_keeps_what_it_keeps_without_the_flag(
-    with_flags: Callable[[Iterable[str]], None], without: dict[str, tuple[Any, ...]], flags: tuple[str, ...], policy: str
-) -> None:
+def test_a_policy_keeps_what_it_keeps_without_the_flag(with_flags, without, flags):
     with_flags(flags)
-    if "jax_softmax_custom_jvp" in flags:
-        # The flag changes the program: the derivative of this softmax reads other arrays.
-        assert kept(True, policy) == kept(False, policy)
-    else:
-        assert kept(True, policy) == without[policy]
+    for policy in POLICIES:
+        # This flag changes the program: the derivative of its softmax reads other arrays.
+        expected = kept(False, policy) if "jax_softmax_custom_jvp" in flags else without[policy]
+        assert kept(True, policy) == expected
 
 
 @pytest.mark.parametrize("flags", CASES, ids=IDS)
-def test_gradients_are_the_plain_ones_under_vmap_too(
-    with_flags: Callable[[Iterable[str]], None], flags: tuple[str, ...]
-) -> None:
+def test_gradients_are_the_plain_ones_under_vmap_too(with_flags, flags):
     with_flags(flags)
 
     def mapped(params: Any, x: Any, policy: str) -> Any:
@@ -155,6 +149,10 @@ def test_equations_are_recognised_by_what_they_do(with_flags: Callable[[Iterable
     ]
 
 
+def test_every_upgrade_flag_of_this_jax_is_known() -> None:
+    assert compat.versions._TESTED_FLAGS >= set(compat.upgrade_flags())
+
+
 @pytest.mark.skipif("jax_scan3" not in UPGRADES, reason="this JAX has no such flag, or it is on")
 def test_the_limits_of_a_flag_are_told(with_flags: Callable[[Iterable[str]], None], monkeypatch: pytest.MonkeyPatch) -> None:
     def told() -> list[str]:
@@ -166,7 +164,3 @@ def test_the_limits_of_a_flag_are_told(with_flags: Callable[[Iterable[str]], Non
     assert text.startswith("jax_scan3=True") and text.endswith('jax.config.update("jax_scan3", False)')
     monkeypatch.setattr(compat.versions, "_TESTED_FLAGS", compat.versions._TESTED_FLAGS - {"jax_scan3"})
     assert any("jax_scan3=True: remat_jax is not tested with this flag" in text for text in told())
-
-
-def test_every_upgrade_flag_of_this_jax_is_known() -> None:
-    assert compat.versions._TESTED_FLAGS >= set(compat.upgrade_flags())

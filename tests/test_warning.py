@@ -5,14 +5,12 @@ import sys
 import warnings
 from pathlib import Path
 
-import flax.linen as nn
-import jax
-import jax.numpy as jnp
 import pytest
 
 import remat_jax as rj
 from remat_jax import compat, warning
 from remat_jax.hardware import google, nvidia
+from tests.workloads import perceptrons
 
 ROOT = Path(__file__).resolve().parents[1]
 LINE = ROOT / "remat_jax_quiet.pth"
@@ -32,16 +30,11 @@ def output(code: str, **environment: str) -> str:
 
 @WITHOUT_GPU
 def test_jax_prints_nothing_after_our_import() -> None:
-    for code in ("import remat_jax, jax; jax.devices()", "import jax, remat_jax; jax.devices()"):
-        assert output(code) == ""
-
-
-@WITHOUT_GPU
-def test_the_cuda_runtime_is_that_of_the_extra() -> None:
-    """Where no CUDA runtime is found, the plugin prints a line for each of its libraries."""
-    code = "import jax; print({line.split()[-1] for line in open('/proc/self/maps') if 'libcudart' in line})"
-    printed = output(code)
-    assert printed.count("/site-packages/nvidia/") == printed.count("libcudart") == 1
+    assert output("import remat_jax, jax; jax.devices()") == ""
+    # Where no CUDA runtime is found, the plugin prints a line for each of its libraries.
+    maps = "import pathlib; print({x for x in pathlib.Path('/proc/self/maps').read_text().split() if 'libcudart' in x})"
+    printed = output(f"import jax, remat_jax; jax.devices(); {maps}")
+    assert printed.count("/site-packages/nvidia/") == printed.count("libcudart") == printed.count("\n") == 1
 
 
 @WITHOUT_GPU
@@ -83,20 +76,8 @@ def test_nothing_is_skipped_where_a_gpu_is(start: str, tmp_path: Path, monkeypat
     assert run() == "1"
 
 
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x + nn.Dense(8)(nn.gelu(nn.Dense(32)(x)))
-
-
-def workload() -> rj.Workload:
-    model, x = nn.Sequential([Block(), Block()]), jax.ShapeDtypeStruct((4, 8), jnp.float32)
-    params = jax.eval_shape(model.init, jax.random.key(0), x)
-    return rj.Workload(lambda p, x: (model.apply(p, x) ** 2).mean(), params, (x,), blocks=Block)
-
-
 def test_what_a_report_warns_of_is_a_python_warning_once_and_printed() -> None:
-    job = workload()
+    job = perceptrons(4, 8, layers=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -110,11 +91,11 @@ def test_who_reports_warnings_itself_gives_none() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with warning.silenced():
-            rj.measure(workload(), "offload_inputs", "cpu")
+            rj.measure(perceptrons(4, 8, layers=2), "offload_inputs", "cpu")
 
 
 def test_notes_that_change_what_a_plan_does_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = workload()
+    job = perceptrons(4, 8, layers=2)
     monkeypatch.setattr("remat_jax.planning.make_plan.host_shortage", lambda *_: "the host has too little memory")
     with pytest.warns(rj.RematWarning, match="^Host memory: the host has too little memory") as caught:
         plan = rj.plan(job, "1 MB", "cpu")

@@ -7,7 +7,6 @@ import pathlib
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -18,9 +17,11 @@ from remat_jax.hardware import target
 from remat_jax.memory.compile import cache, compiler, devices
 from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.compiler import compile_programs
+from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.process import Question
 from remat_jax.step import TrainingStep
+from tests.workloads import struct
 
 GPU = compat.GPU_COMPILER_FLAGS
 
@@ -44,7 +45,6 @@ def test_flags_are_joined(monkeypatch: pytest.MonkeyPatch, given: str, joined: s
 @pytest.mark.parametrize(
     ("given", "passes"),
     [
-        ("", ()),
         ("--xla_disable_hlo_passes=", ()),
         ("--xla_disable_hlo_passes=a,b --xla_dump_to= --xla_disable_hlo_passes='c'", ("a", "b", "c")),
         ('--other=--xla_disable_hlo_passes=a --xla_disable_hlo_passes="b"', ("b",)),
@@ -70,25 +70,25 @@ def test_flags_of_a_file_are_read_before_others_are_joined(monkeypatch: pytest.M
     assert devices.device_kind() == "NVIDIA H200" and asked[0].environment["XLA_FLAGS"] == f"{user_flags} {GPU}"
 
 
-def test_a_step_is_compiled_with_the_flags_of_a_file(monkeypatch: pytest.MonkeyPatch, file: pathlib.Path) -> None:
+def program() -> ExportedProgram:
+    return export_step("full", TrainingStep(jnp.sin, (struct(8),), ()), target("cpu"))
+
+
+def test_a_step_is_compiled_with_the_flags_of_a_file(file: pathlib.Path) -> None:
     cache.forget()
     file.write_text("--xla_cpu_enable_fast_math=false\n")
-    program = export_step("full", TrainingStep(jnp.sin, (jax.ShapeDtypeStruct((8,), jnp.float32),), ()), target("cpu"))
-    assert compile_programs([program], target("2xcpu"), timeout=60)["full"].argument == 32
+    assert compile_programs([program()], target("2xcpu"), timeout=60)["full"].argument == 32
     file.write_text("--xla_no_such_flag=1\n")
     cache.forget()
     with pytest.raises(CompileError, match="(?s)Its output: .*--xla_no_such_flag=1"):
-        compile_programs([program], target("2xcpu"), timeout=60)
+        compile_programs([program()], target("2xcpu"), timeout=60)
 
 
-def test_what_was_compiled_with_other_flags_of_the_same_file_is_no_answer(
-    monkeypatch: pytest.MonkeyPatch, file: pathlib.Path
-) -> None:
-    program = export_step("full", TrainingStep(jnp.sin, (jax.ShapeDtypeStruct((8,), jnp.float32),), ()), target("cpu"))
-    before = cache.digest(program, target("h200"), {}, compiler.CHILD)
+def test_what_was_compiled_with_other_flags_of_the_same_file_is_no_answer(file: pathlib.Path) -> None:
+    before = cache.digest(program(), target("h200"), {}, compiler.CHILD)
     job = rj.Workload(lambda w, x: (x * w).sum(), jnp.ones(4), (jnp.ones(4),), blocks="*")
     file.write_text("--xla_cpu_enable_fast_math=false\n")
-    assert cache.digest(program, target("h200"), {}, compiler.CHILD) != before
+    assert cache.digest(program(), target("h200"), {}, compiler.CHILD) != before
     first = rj.measure(job, "off")
     assert rj.measure(job, "off") is first
     file.write_text("--xla_cpu_enable_fast_math=true\n")
@@ -97,25 +97,17 @@ def test_what_was_compiled_with_other_flags_of_the_same_file_is_no_answer(
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"),
+    ("put", "reason"),
     [
-        ("missing", "No such file"),
-        ("folder", "not a regular file"),
-        ("pipe", "not a regular file"),
-        ("large", "more than 65536 bytes"),
-        ("null", "a null byte"),
+        (lambda file: None, "No such file"),
+        (os.mkfifo, "not a regular file"),
+        (lambda file: file.write_bytes(b"-" * (2**16 + 1)), "more than 65536 bytes"),
+        (lambda file: file.write_bytes(b"--xla_a=\0"), "a null byte"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_an_error_with_the_remedy(file: pathlib.Path, kind: str, reason: str) -> None:
+def test_a_file_that_cannot_be_read_is_an_error_with_the_remedy(file: pathlib.Path, put: Any, reason: str) -> None:
     file.unlink()
-    {
-        "missing": lambda: None,
-        "folder": file.mkdir,
-        "pipe": lambda: os.mkfifo(file),
-        "large": lambda: file.write_bytes(b"-" * (2**16 + 1)),
-        "null": lambda: file.write_bytes(b"--xla_a=\0"),
-    }[kind]()
-    with pytest.raises(
-        CompileError, match=rf"(?s)^XLA_FLAGS='.*flags' does not begin with '-'.*{reason}.*: name an existing file"
-    ):
+    put(file)
+    message = rf"(?s)^XLA_FLAGS='.*flags' does not begin with '-'.*{reason}.*: name an existing file"
+    with pytest.raises(CompileError, match=message):
         rj.measure(rj.Workload(lambda w: w.sum(), jnp.ones(4), (), blocks="*"), "off")
