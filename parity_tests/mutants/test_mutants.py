@@ -95,7 +95,6 @@ CROSS = "decoder.layers.0.cross_attn.k.weight -> params/decoder/layers_0/cross_a
 
 MUTANTS: dict[str, list[Mutant]] = {
     "a square kernel not transposed": [
-        Mutant("conv", mapped("head.weight -> params/head/kernel"), "head"),
         Mutant("encoder-decoder", mapped(CROSS), "decoder/layers/0/cross_attn/k"),
     ],
     "another epsilon": [Mutant("decoder", at("layers_1/norm2", fields(epsilon=1e-6)), "decoder/layers/1/norm2")],
