@@ -11,6 +11,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -21,8 +22,7 @@ from examples import pytorch
 from parity_tests import support as s
 from parity_tests.compare import cases as c
 from parity_tests.compare.cases import QUICK, run
-from parity_tests.small_pairs import Flax, finding
-from parity_tests.third_party import ports as p
+from parity_tests.small_pairs import DENSE, SERIES, Flax, Torch, finding, linears
 from remat_jax.parity import ParityReport, compare
 from remat_jax.parity.case import Case
 from remat_jax.parity.memory import torch_peak
@@ -221,19 +221,19 @@ def test_a_proposed_map_and_a_loss_of_ones_own(stack: ParityReport) -> None:
 
 def test_tables_in_float32_want_a_function_that_builds_the_model() -> None:
     """`.double()` keeps the rounding of rotary frequencies; the report says so, with the remedy."""
-    port = c.LLAMA
-    case = {
-        "flax_module": port.make_flax(port.config),
-        "inputs": dict(port.inputs),
-        "rules": port.rules(port.config),
-        "torch_call": lambda model, **inputs: model(**inputs).logits,
-        "flax_call": lambda model, **inputs: model(*port.arguments(inputs)),
-        **QUICK,
-    }
-    rounded = run({**case, "torch_module": p.make_torch(port, "float32")})
+
+    def theirs() -> Torch:
+        model = Torch(lambda m, x: m.linear(x) * (100 * m.inv_freq).cos(), **linears(4, "linear"))
+        frequencies = 10 ** -(torch.arange(4, dtype=torch.float64) / 3)
+        model.register_buffer("inv_freq", frequencies.float(), persistent=False)
+        return model
+
+    ours = Flax(lambda m, x: nn.Dense(4, name="linear")(x) * jnp.cos(100 / 10 ** (jnp.arange(4, dtype=x.dtype) / 3)))
+    case = {"flax_module": ours, "inputs": SERIES, "rules": DENSE, **QUICK}
+    rounded = run({**case, "torch_module": theirs()})
     assert not rounded.passed and rounded.proves
-    assert "rotary_emb.inv_freq" in finding(rounded, "PyTorch's tables")
-    exact = run({**case, "torch_module": lambda: p.make_torch(port, "float64")})
+    assert "inv_freq" in finding(rounded, "PyTorch's tables")
+    exact = run({**case, "torch_module": theirs})
     assert exact.passed, str(exact)
 
 
