@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import torch
 from flax import nnx
 
+from parity_tests.small_pairs import Flax, Torch
+
 DTYPE = {"param_dtype": jnp.float64}
 
 
@@ -45,60 +47,43 @@ class RMSNorm(torch.nn.RMSNorm):
         return torch.nn.functional.rms_norm(x, x.shape[-1:], 1 + self.weight, 1e-6)
 
 
-class Tied(torch.nn.Module):
+def tied() -> Torch:
     """An embedding that is also the head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(7, 4)
-        self.head = torch.nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(tokens).tanh())
+    model = Torch(
+        lambda m, x: m.head(m.embed(x).tanh()), embed=torch.nn.Embedding(7, 4), head=torch.nn.Linear(4, 7, bias=False)
+    )
+    model.head.weight = model.embed.weight
+    return model
 
 
-class TiedLinen(nn.Module):
-    @nn.compact
-    def __call__(self, tokens: Any) -> Any:
-        embed = nn.Embed(7, 4, name="embed", **DTYPE)
-        return embed.attend(jnp.tanh(embed(tokens)))
+def tied_linen(module: nn.Module, tokens: Any) -> Any:
+    embed = nn.Embed(7, 4, name="embed", **DTYPE)
+    return embed.attend(jnp.tanh(embed(tokens)))
 
 
-class Stack(nn.Module):
-    """Layers that are scanned."""
+def scanned(module: nn.Module, x: Any) -> Any:
+    def body(layer: nn.Module, carry: Any, _: None) -> Any:
+        return nn.gelu(layer(carry), approximate=False), None
 
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        def body(layer: nn.Module, carry: Any, _: None) -> Any:
-            return nn.gelu(layer(carry), approximate=False), None
-
-        scan = nn.scan(body, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
-        return scan(nn.Dense(5, name="layers", **DTYPE), x, None)[0]
+    scan = nn.scan(body, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+    return scan(nn.Dense(5, name="layers", **DTYPE), x, None)[0]
 
 
-class Recurrent(nn.Module):
+def recurrent(cell: Any) -> Flax:
     """A recurrent cell over time."""
-
-    cell: Any
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return nn.RNN(self.cell(4, name="cell", **DTYPE))(x)
+    return Flax(lambda m, x: nn.RNN(cell(4, name="cell", **DTYPE))(x))
 
 
-class GPT2Attention(torch.nn.Module):
+def gpt2_attention() -> Torch:
     """GPT-2's attention: one weight for q, k and v, stored as (in, out), and an output stored the same way."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = torch.nn.Parameter(torch.empty(8, 24)), torch.nn.Parameter(torch.empty(24))
-        self.out = torch.nn.Parameter(torch.empty(8, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in (x @ self.weight + self.bias).split(8, -1))
+    def run(module: Torch, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in (x @ module.weight + module.bias).split(8, -1))
         mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        return mixed @ self.out
+        return mixed @ module.out
+
+    shapes = {"weight": (8, 24), "bias": (24,), "out": (8, 8)}
+    return Torch(run, **{name: torch.nn.Parameter(torch.empty(shape)) for name, shape in shapes.items()})
 
 
 QKV = "params/{query,key,value}"
@@ -127,15 +112,25 @@ def attend(query: Any, key: Any, value: Any, **options: Any) -> Any:
     return jnp.einsum("...hqk,...khd->...qhd", jax.nn.softmax(scores), value)
 
 
-def nnx_fused_lstm(model: Any, x: Any) -> Any:
-    return nnx.RNN(model)(x)
+def batch_first(model: Any, x: Any) -> Any:
+    """The outputs of a recurrent layer, without its states."""
+    return model(x)[0]
+
+
+def torch_lstm() -> torch.nn.Module:
+    return torch.nn.LSTM(3, 4, batch_first=True)
+
+
+def torch_attention() -> torch.nn.Module:
+    return torch.nn.MultiheadAttention(8, 2, batch_first=True)
+
+
+def self_attention(model: Any, x: Any) -> Any:
+    return model(x, x, x, need_weights=False)[0]
 
 
 LAYERS = {
     "linear": Layer(lambda: torch.nn.Linear(6, 6), nn.Dense(6, **DTYPE), KERNEL.format("linear"), (3, 6)),
-    "linear-nnx": Layer(
-        lambda: torch.nn.Linear(6, 4), lambda: nnx.Linear(6, 4, rngs=nnx.Rngs(0), **DTYPE), KERNEL.format("linear"), (3, 6)
-    ),
     "conv1d": Layer(
         lambda: torch.nn.Conv1d(4, 6, 3, stride=2, padding=1),
         nn.Conv(6, (3,), strides=2, padding=[(1, 1)], **DTYPE),
@@ -214,13 +209,6 @@ LAYERS = {
         (3, 6, 4, 5),
         image,
     ),
-    "batch_norm-eval-nnx": Layer(
-        lambda: torch.nn.BatchNorm2d(6).eval(),
-        lambda: nnx.BatchNorm(6, use_running_average=True, rngs=nnx.Rngs(0), **NORM_OPTIONS),
-        BATCH_NORM,
-        (3, 6, 4, 5),
-        image,
-    ),
     "embedding": Layer(
         lambda: torch.nn.Embedding(7, 4), nn.Embed(7, 4, **DTYPE), "weight -> params/embedding", (3, 5), tokens=7
     ),
@@ -234,18 +222,18 @@ LAYERS = {
         tokens=7,
     ),
     "embedding-tied": Layer(
-        Tied, TiedLinen(), "embed.weight -> params/embed/embedding\ntie: embed.weight = head.weight", (3, 5), tokens=7
+        tied, Flax(tied_linen), "embed.weight -> params/embed/embedding\ntie: embed.weight = head.weight", (3, 5), tokens=7
     ),
     "attention": Layer(
-        lambda: torch.nn.MultiheadAttention(8, 2, batch_first=True),
+        torch_attention,
         nn.MultiHeadDotProductAttention(2, force_fp32_for_softmax=False, **DTYPE),
         MHA + OUT,
         (3, 5, 8),
-        torch_call=lambda model, x: model(x, x, x, need_weights=False)[0],
+        torch_call=self_attention,
     ),
     # PyTorch's boolean mask marks hidden entries, Flax's visible ones.
     "attention-masked": Layer(
-        lambda: torch.nn.MultiheadAttention(8, 2, batch_first=True),
+        torch_attention,
         nn.MultiHeadDotProductAttention(2, **DTYPE),
         MHA + OUT,
         (3, 5, 8),
@@ -253,45 +241,33 @@ LAYERS = {
         lambda model, x: model(x, x, x, attn_mask=~MASK, need_weights=False)[0],
     ),
     "attention-nnx": Layer(
-        lambda: torch.nn.MultiheadAttention(8, 2, batch_first=True),
+        torch_attention,
         lambda: nnx.MultiHeadAttention(2, 8, decode=False, attention_fn=attend, rngs=nnx.Rngs(0), **DTYPE),
         MHA + OUT,
         (3, 5, 8),
-        torch_call=lambda model, x: model(x, x, x, need_weights=False)[0],
+        torch_call=self_attention,
     ),
     "attention-gpt2": Layer(
-        GPT2Attention,
+        gpt2_attention,
         nn.MultiHeadDotProductAttention(2, **DTYPE),
         "weight -> params/{query,key,value}/kernel | gpt2_qkv\nbias -> params/{query,key,value}/bias | in_proj_bias\n"
         "out -> params/out/kernel | (h d) e -> h d e\nmissing: params/out/bias",
         (3, 5, 8),
     ),
-    "lstm": Layer(
-        lambda: torch.nn.LSTM(3, 4, batch_first=True),
-        Recurrent(nn.OptimizedLSTMCell),
-        LSTM,
-        (2, 5, 3),
-        torch_call=lambda model, x: model(x)[0],
-    ),
+    "lstm": Layer(torch_lstm, recurrent(nn.OptimizedLSTMCell), LSTM, (2, 5, 3), torch_call=batch_first),
     "lstm-nnx-fused": Layer(
-        lambda: torch.nn.LSTM(3, 4, batch_first=True),
+        torch_lstm,
         lambda: nnx.OptimizedLSTMCell(3, 4, rngs=nnx.Rngs(0), **DTYPE),
         "weight_ih_l0 -> params/dense_i/kernel | linear\nweight_hh_l0 -> params/dense_h/kernel | linear\n"
         "bias_ih_l0, bias_hh_l0 -> params/dense_h/bias | sum",
         (2, 5, 3),
-        nnx_fused_lstm,
-        lambda model, x: model(x)[0],
+        lambda model, x: nnx.RNN(model)(x),
+        batch_first,
     ),
-    "gru": Layer(
-        lambda: torch.nn.GRU(3, 4, batch_first=True),
-        Recurrent(nn.GRUCell),
-        GRU,
-        (2, 5, 3),
-        torch_call=lambda model, x: model(x)[0],
-    ),
+    "gru": Layer(lambda: torch.nn.GRU(3, 4, batch_first=True), recurrent(nn.GRUCell), GRU, (2, 5, 3), torch_call=batch_first),
     "stack": Layer(
         lambda: torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.GELU()) for _ in range(3))),
-        Stack(),
+        Flax(scanned),
         "{i}.0.weight -> params/layers/kernel[{i}] | linear\n{i}.0.bias -> params/layers/bias[{i}]",
         (2, 5),
     ),

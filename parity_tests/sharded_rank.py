@@ -25,9 +25,7 @@ POLICIES = (
     "full",
     "offload_inputs",
     "dots",
-    "save: *self_attn*:dot_general*",
     "offload: *ffn*:dot_general*; save: @dots",
-    "everything",
 )
 
 

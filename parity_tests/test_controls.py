@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -30,26 +28,17 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("group", ["gradients", "after_adam"])
-def test_a_flipped_sign_of_any_tensor_is_seen(group: str, case: matrix.Case) -> None:
+def test_a_flipped_sign_of_any_tensor_and_a_missed_transpose_of_a_square_one_are_seen(group: str, case: matrix.Case) -> None:
     result = matrix.result(case)
     tensors = getattr(result, group)
-    assert len(tensors) >= 24
-    for name, tensor in tensors.items():
-        wrong = matrix.problems(case, result._replace(**{group: tensors | {name: -tensor}}))
+    square = [name for name in tensors if name.endswith("out_proj.weight")]
+    assert len(tensors) >= 24 and len(square) == s.LAYERS
+    for name, wrong_tensor in [*((name, -tensors[name]) for name in tensors), *((name, tensors[name].T) for name in square)]:
+        wrong = matrix.problems(case, result._replace(**{group: tensors | {name: wrong_tensor}}))
         assert len(wrong) == 1 and wrong[0].startswith(f"{group}: {name} "), wrong
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_missed_transpose_of_a_square_gradient_is_seen(case: matrix.Case) -> None:
-    result = matrix.result(case)
-    square = [name for name in result.gradients if name.endswith("out_proj.weight")]
-    assert len(square) == s.LAYERS
-    for name in square:
-        wrong = matrix.problems(case, result._replace(gradients=result.gradients | {name: result.gradients[name].T}))
-        assert len(wrong) == 1 and wrong[0].startswith(f"gradients: {name} "), wrong
-
-
-@pytest.mark.parametrize(("mode", "dtype"), [("off", "float64"), ("checkpoint", "float32"), ("offload", "float64")])
+@pytest.mark.parametrize(("mode", "dtype"), [("checkpoint", "float32"), ("offload", "float64")])
 def test_a_missed_transpose_of_a_square_weight_is_seen(mode: str, dtype: str) -> None:
     case = matrix.Case("linen", "DecoderStack", "unrolled", mode, dtype)
     flat = w.flatten(s.parameters(case.model, scan=False, dtype=dtype))
@@ -62,7 +51,7 @@ def test_a_missed_transpose_of_a_square_weight_is_seen(mode: str, dtype: str) ->
     assert {problem.partition(":")[0] for problem in wrong} == set(matrix.Result._fields)
 
 
-@forms
+@pytest.mark.parametrize(("framework", "layers"), [("linen", "scan"), ("nnx", "unrolled")])
 def test_a_forgotten_layer_is_seen(framework: str, layers: str) -> None:
     case = matrix.Case(framework, "DecoderStack", layers, "checkpoint", "float64")
     state = s.torch_model("DecoderStack").state_dict()
@@ -110,23 +99,17 @@ def test_an_offload_that_moves_nothing_or_something_else_is_seen(framework: str,
     assert cost.to_host == cost.back == (4 * expected.to_host if "ffn" in policy else 0)
 
 
-@pytest.fixture
-def in_its_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
-    """Replace `gradient_checkpoint_forward` in PyTorch's models."""
-    yield lambda function: monkeypatch.setattr(decoder, "gradient_checkpoint_forward", function)
-
-
 @pytest.mark.parametrize("mode", ["checkpoint", "offload"])
-def test_a_pytorch_block_that_is_called_plainly_is_seen(mode: str, in_its_place: Callable[[Any], None]) -> None:
+def test_a_pytorch_block_that_is_called_plainly_is_seen(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = matrix.Case("torch", "DecoderStack", "unrolled", mode, "float32")
-
-    in_its_place(lambda model, use_gradient_checkpointing, use_gradient_checkpointing_offload, x: model(x))
+    plain = lambda model, use_gradient_checkpointing, use_gradient_checkpointing_offload, x: model(x)  # noqa: E731
+    monkeypatch.setattr(decoder, "gradient_checkpoint_forward", plain)
     assert matrix.cost(case) == matrix.expected_cost(replace(case, mode="off")) != matrix.expected_cost(case)
 
 
-def test_the_faithful_offload_of_keyword_arguments_is_seen(in_its_place: Callable[[Any], None]) -> None:
+def test_the_faithful_offload_of_keyword_arguments_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     case = matrix.Case("torch", "DecoderStack", "unrolled", "offload", "float32")
-    in_its_place(torch_ref.faithful.gradient_checkpoint_forward)
+    monkeypatch.setattr(decoder, "gradient_checkpoint_forward", torch_ref.faithful.gradient_checkpoint_forward)
     with torch_ref.receipt() as receipt:
         cost = matrix.cost(case)
     assert cost == matrix.expected_cost(case)._replace(to_host=0, back=0)

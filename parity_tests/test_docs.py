@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from examples.models import linen
 from examples.models.pi0 import Pi0
 from examples.models.pi0_config import Pi0Config
 from examples.models.rules.pi0 import rules
+from parity_tests.small_pairs import Flax, Torch
 from remat_jax import compat, porting
 from remat_jax.planning import loop
 from tests.doc_pages import ROOT, run
@@ -69,36 +69,18 @@ def text_of(page: str) -> str:
     return (ROOT / page).read_text()
 
 
-class TorchLayer(torch.nn.Module):
+class Layer(nn.Module):
     """The purpose of the map in docs/pytorch.md."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj, self.norm = torch.nn.Linear(8, 8, bias=False), torch.nn.RMSNorm(8, eps=1e-6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.q_proj(self.norm(x)))
-
-
-class Layer(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         return x + jnp.tanh(nn.Dense(8, use_bias=False, name="q")(nn.RMSNorm(name="norm")(x)))
 
 
-class TorchLayers(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(TorchLayer() for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functools.reduce(lambda x, layer: layer(x), self.layers, x)
-
-
-class Layers(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return functools.reduce(lambda x, layer: layer(x), [Layer(name=f"layers_{index}") for index in range(2)], x)
+def torch_layers() -> Torch:
+    parts = ({"q_proj": torch.nn.Linear(8, 8, bias=False), "norm": torch.nn.RMSNorm(8, eps=1e-6)} for _ in range(2))
+    layers = torch.nn.ModuleList(Torch(lambda m, x: x + torch.tanh(m.q_proj(m.norm(x))), **each) for each in parts)
+    return Torch(lambda m, x: m.layers[1](m.layers[0](x)), layers=layers)
 
 
 def taken_for_granted() -> dict[str, Any]:
@@ -116,8 +98,9 @@ def taken_for_granted() -> dict[str, Any]:
     params, (tokens, targets) = job().params, job().batch
     names = {"loss": loss, "loss_fn": loss, "params": params, "tokens": tokens, "targets": targets, "make_job": job}
     names |= {"only_bind": only_bind, "DecoderLayer": linen.DecoderLayer, "optax": optax, "block": lambda x: jnp.sin(x), "x": x}
-    variables = jax.eval_shape(Layers().init, jax.random.key(0), x)
-    return names | {"torch_model": TorchLayers(), "flax_model": Layers(), "variables": variables, "inputs": (x,)}
+    flax = Flax(lambda m, x: Layer(name="layers_1")(Layer(name="layers_0")(x)))
+    variables = jax.eval_shape(flax.init, jax.random.key(0), x)
+    return names | {"torch_model": torch_layers(), "flax_model": flax, "variables": variables, "inputs": (x,)}
 
 
 def only_bind(function: Any) -> Any:

@@ -98,7 +98,6 @@ def test_pi05_trains_the_same() -> None:
     config = dataclasses.replace(SMALL, adaptive=True)
     data, held_out = batches(config, 0, 2, 2), batches(config, 1, 2, 1)[0]
     plain = training.train_torch(config, "off", data, held_out)
-    faithful = training.train_torch(config, training.FAITHFUL, data, held_out)
-    for row in (faithful, training.train_jax(config, "offload", data, held_out)):
-        assert row.losses == pytest.approx(plain.losses, rel=command.TOLERANCES["float64_step"].value), row.form
-        assert row.device_bytes < plain.device_bytes
+    row = training.train_jax(config, "offload", data, held_out)
+    assert row.losses == pytest.approx(plain.losses, rel=command.TOLERANCES["float64_step"].value)
+    assert row.device_bytes < plain.device_bytes

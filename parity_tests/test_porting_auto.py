@@ -13,6 +13,7 @@ import pytest
 import torch
 from flax import nnx
 
+from parity_tests.small_pairs import Flax, Torch, linears
 from parity_tests.support import MODULES, SIZES, data, make_torch
 from remat_jax import porting
 from remat_jax.errors import PortingError
@@ -33,18 +34,15 @@ def random_input(*shape: int) -> np.ndarray:
     return np.random.default_rng(3).normal(size=shape)
 
 
-class SquareTorch(torch.nn.Module):
-    """Square layers only."""
+def in_a_row(names: tuple[str, ...] = NAMES) -> Torch:
+    """Square layers with names, of which those in `names` are called."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        for name in NAMES:
-            setattr(self, name, torch.nn.Linear(4, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for name in NAMES:
-            x = getattr(self, name)(x).tanh()
+    def run(module: Torch, x: torch.Tensor) -> torch.Tensor:
+        for name in names:
+            x = getattr(module, name)(x).tanh()
         return x
+
+    return Torch(run, **linears(4, *NAMES))
 
 
 class Kernel(nn.Module):
@@ -59,90 +57,65 @@ class Kernel(nn.Module):
         return x @ (kernel.T if self.turned else kernel) + bias
 
 
-class SquareFlax(nn.Module):
+def in_a_row_flax(order: tuple[str, ...] = NAMES, turned: tuple[bool, ...] = (False,) * 3) -> Flax:
     """The same; the k-th called layer has the name `order[k]` and the layout `turned[k]`."""
 
-    order: tuple[str, ...]
-    turned: tuple[bool, ...]
-    last: bool = True
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        for name, turned in zip(self.order, self.turned, strict=True):
-            x = Kernel(turned, name=name)(x)
-            x = jnp.tanh(x) if self.last or name != self.order[-1] else x
+    def run(module: nn.Module, x: Any) -> Any:
+        for name, is_turned in zip(order, turned, strict=True):
+            x = jnp.tanh(Kernel(is_turned, name=name)(x))
         return x
+
+    return Flax(run)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(NAMES)))
 def test_a_mistake_among_square_layers_is_impossible(order: tuple[str, ...]) -> None:
     """Whatever the names and the kernels' layouts are, the models decide."""
-    module, x = SquareTorch(), random_input(3, 4)
+    module, x = in_a_row(), random_input(3, 4)
     number = list(itertools.permutations(NAMES)).index(order)
     turned = tuple(bool((number >> bit) % 2) for bit in range(3))
-    rules = porting.propose(module, SquareFlax(order, turned), x)
+    rules = porting.propose(module, in_a_row_flax(order, turned), x)
     for name, place, is_turned in zip(NAMES, order, turned, strict=True):
         assert found(rules, module)[f"{name}.weight"] == (f"params/{place}/kernel", "identity" if is_turned else "linear")
         assert found(rules, module)[f"{name}.bias"] == (f"params/{place}/bias", "identity")
 
 
-class Sum(torch.nn.Module):
+def branches() -> Torch:
     """A sum of two exchangeable branches with two layers each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (
-            torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4, bias=False)) for _ in "ab"
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.a(x) + self.b(x)
+    parts = {
+        name: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4, bias=False)) for name in "ab"
+    }
+    return Torch(lambda m, x: m.a(x) + m.b(x), **parts)
 
 
-class SumFlax(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        def branch(name: str) -> Any:
-            hidden = jnp.tanh(nn.Dense(4, name=f"{name}_in", **F64)(x))
-            return nn.Dense(4, use_bias=False, name=f"{name}_out", **F64)(hidden)
+def branches_flax(module: nn.Module, x: Any) -> Any:
+    def branch(name: str) -> Any:
+        hidden = jnp.tanh(nn.Dense(4, name=f"{name}_in", **F64)(x))
+        return nn.Dense(4, use_bias=False, name=f"{name}_out", **F64)(hidden)
 
-        return branch("left") + branch("right")
+    return branch("left") + branch("right")
 
 
 def test_what_the_models_cannot_decide_is_listed_and_decided_by_rules() -> None:
-    module = Sum()
+    module = branches()
     with pytest.raises(PortingError, match="several maps agree with both models") as error:
-        porting.propose(module, SumFlax(), random_input(3, 4))
+        porting.propose(module, Flax(branches_flax), random_input(3, 4))
     text = str(error.value)
+    places = ("left_in", "right_in"), ("left_out", "right_out")
     assert all(
-        f"a.{n}.weight -> params/{side}_{end}/kernel" in text
-        for side in ("left", "right")
-        for n, end in ((0, "in"), (2, "out"))
+        f"a.{n}.weight -> params/{place}/kernel" in text for n, both in zip((0, 2), places, strict=True) for place in both
     )
     given = "a.0.weight -> params/right_in/kernel | linear\na.0.bias -> params/right_in/bias"
-    rules = porting.propose(module, SumFlax(), random_input(3, 4), rules=given)
+    rules = porting.propose(module, Flax(branches_flax), random_input(3, 4), rules=given)
     assert found(rules, module)["b.2.weight"] == ("params/left_out/kernel", "linear")
 
 
-class Quadratic(torch.nn.Module):
-    """xᵀ W x, which is the same for Wᵀ."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.form = torch.nn.Linear(4, 4, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.form(x) * x).sum(-1)
-
-
 def test_a_kernel_that_may_lie_either_way_is_reported() -> None:
-    class Form(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            return jnp.sum(nn.Dense(4, use_bias=False, name="form", **F64)(x) * x, -1)
-
+    """xᵀ W x is the same for Wᵀ."""
+    quadratic = Torch(lambda m, x: (m.form(x) * x).sum(-1), form=torch.nn.Linear(4, 4, bias=False))
+    ours = Flax(lambda m, x: jnp.sum(nn.Dense(4, use_bias=False, name="form", **F64)(x) * x, -1))
     with pytest.raises(PortingError, match="several maps agree") as error:
-        porting.propose(Quadratic(), Form(), random_input(3, 4))
+        porting.propose(quadratic, ours, random_input(3, 4))
     assert "form.weight -> params/form/kernel | linear" in str(error.value)
     assert "form.weight -> params/form/kernel\n" in f"{error.value}\n"
 
@@ -162,47 +135,45 @@ def test_a_decoder_s_map_is_found_unrolled_and_stacked(api: str, scan: bool) -> 
     assert len(rules.rules) == 14 and len(where) == len(module.state_dict())
 
 
-class Gemma(torch.nn.Module):
+def gemma() -> Torch:
     """A tied embedding, a norm that multiplies by 1 + weight, and PyTorch's own attention."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(7, 8)
-        self.norm = torch.nn.RMSNorm(8, eps=1e-6)
-        self.attn = torch.nn.MultiheadAttention(8, 2, batch_first=True)
-        self.lm_head = torch.nn.Linear(8, 7, bias=False)
-        self.lm_head.weight = self.embed.weight
-        self.register_buffer("frequencies", torch.ones(3))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        x = x + self.attn(x, x, x, need_weights=False)[0].float()
+    def run(module: Torch, tokens: torch.Tensor) -> torch.Tensor:
+        x = module.embed(tokens)
+        x = x + module.attn(x, x, x, need_weights=False)[0].float()
         # As in Gemma: in float32, whatever the input's dtype.
-        normed = torch.nn.functional.rms_norm(x.float(), (8,), 1 + self.norm.weight, 1e-6)
-        return self.lm_head(normed.type_as(x))
+        normed = torch.nn.functional.rms_norm(x.float(), (8,), 1 + module.norm.weight, 1e-6)
+        return module.lm_head(normed.type_as(x))
+
+    model = Torch(
+        run,
+        embed=torch.nn.Embedding(7, 8),
+        norm=torch.nn.RMSNorm(8, eps=1e-6),
+        attn=torch.nn.MultiheadAttention(8, 2, batch_first=True),
+        lm_head=torch.nn.Linear(8, 7, bias=False),
+    )
+    model.lm_head.weight = model.embed.weight
+    model.register_buffer("frequencies", torch.ones(3))
+    return model
 
 
-class GemmaFlax(nn.Module):
-    epsilon: float = 1e-6
-    param_dtype: Any = jnp.float64
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, tokens: Any) -> Any:
-        options = {"param_dtype": self.param_dtype, "dtype": self.dtype}
-        embed = nn.Embed(7, 8, name="tokens", **options)
+def gemma_flax(epsilon: float = 1e-6, dtype: Any = None) -> Flax:
+    def run(module: nn.Module, tokens: Any) -> Any:
+        embed = nn.Embed(7, 8, name="tokens", dtype=dtype, **F64)
         x = embed(tokens)
-        x = x + nn.MultiHeadDotProductAttention(2, name="attention", **options)(x)
-        return embed.attend(nn.RMSNorm(epsilon=self.epsilon, use_fast_variance=False, name="scale", **options)(x))
+        x = x + nn.MultiHeadDotProductAttention(2, name="attention", dtype=dtype, **F64)(x)
+        return embed.attend(nn.RMSNorm(epsilon=epsilon, use_fast_variance=False, name="scale", dtype=dtype, **F64)(x))
+
+    return Flax(run)
 
 
 TOKENS = np.random.default_rng(0).integers(0, 7, (2, 5))
 
 
 def test_ties_buffers_fused_projections_and_shifted_norms_are_found() -> None:
-    module = Gemma()
+    module = gemma()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    rules = porting.propose(module, GemmaFlax(), TOKENS)
+    rules = porting.propose(module, gemma_flax(), TOKENS)
     where = found(rules, module)
     assert where["attn.in_proj_weight"] == (
         ", ".join(f"params/attention/{x}/kernel" for x in ("query", "key", "value")),
@@ -222,14 +193,14 @@ def test_models_that_differ_in_more_than_weights_are_refused() -> None:
         PortingError,
         match="no map makes the models agree: with equal weights in all modules of equal shapes, output 0 still differs",
     ):
-        porting.propose(Gemma(), GemmaFlax(epsilon=1e-3), TOKENS)
+        porting.propose(gemma(), gemma_flax(epsilon=1e-3), TOKENS)
 
 
 def test_a_model_that_computes_in_float32_is_named_and_may_be_made_in_float64() -> None:
     with pytest.raises(PortingError, match="computes in float32 .* or give a function of a dtype"):
-        porting.propose(Gemma(), GemmaFlax(dtype=jnp.float32), TOKENS, keep_float64=False)
-    assert porting.propose(Gemma(), GemmaFlax(dtype=jnp.float32), TOKENS).ties
-    assert porting.propose(Gemma(), lambda dtype: GemmaFlax(dtype=jnp.dtype(dtype)), TOKENS).ties
+        porting.propose(gemma(), gemma_flax(dtype=jnp.float32), TOKENS, keep_float64=False)
+    assert porting.propose(gemma(), gemma_flax(dtype=jnp.float32), TOKENS).ties
+    assert porting.propose(gemma(), lambda dtype: gemma_flax(dtype=jnp.dtype(dtype)), TOKENS).ties
 
 
 def test_images_statistics_and_convolutions() -> None:
@@ -237,17 +208,15 @@ def test_images_statistics_and_convolutions() -> None:
         torch.nn.Conv2d(4, 4, 3, padding=1), torch.nn.BatchNorm2d(4), torch.nn.ConvTranspose2d(4, 4, 2)
     ).eval()
 
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            x = nn.Conv(4, (3, 3), padding=[(1, 1)] * 2, **F64)(x)
-            x = nn.BatchNorm(use_running_average=True, epsilon=1e-5, **F64)(x)
-            return nn.ConvTranspose(4, (2, 2), padding="VALID", **F64)(x)
+    def net(module: nn.Module, x: Any) -> Any:
+        x = nn.Conv(4, (3, 3), padding=[(1, 1)] * 2, **F64)(x)
+        x = nn.BatchNorm(use_running_average=True, epsilon=1e-5, **F64)(x)
+        return nn.ConvTranspose(4, (2, 2), padding="VALID", **F64)(x)
 
     def call(model: Any, x: Any) -> Any:
         return jnp.moveaxis(model(jnp.moveaxis(x, 1, -1)), -1, 1)
 
-    rules = porting.propose(module, Net(), random_input(2, 4, 5, 5), flax_call=call)
+    rules = porting.propose(module, Flax(net), random_input(2, 4, 5, 5), flax_call=call)
     where = found(rules, module)
     assert where["0.weight"] == ("params/Conv_0/kernel", "conv2d")
     assert where["1.running_var"] == ("batch_stats/BatchNorm_0/var", "identity")
@@ -257,86 +226,71 @@ def test_images_statistics_and_convolutions() -> None:
 
 def test_recurrent_cells_are_found() -> None:
     module = torch.nn.LSTM(3, 4, batch_first=True)
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            return nn.RNN(nn.OptimizedLSTMCell(4, name="cell", **F64))(x)
-
-    rules = porting.propose(module, Net(), random_input(2, 5, 3), torch_call=lambda model, x: model(x)[0])
+    ours = Flax(lambda m, x: nn.RNN(nn.OptimizedLSTMCell(4, name="cell", **F64))(x))
+    rules = porting.propose(module, ours, random_input(2, 5, 3), torch_call=lambda model, x: model(x)[0])
     assert found(rules, module)["bias_hh_l0"][1] == "lstm_bias" and len(rules.rules) == 3
 
 
-class Unused(SquareTorch):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).tanh())
-
-
 def test_modules_that_the_outputs_do_not_depend_on_are_named() -> None:
-    class Flax(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            first, second, third = (nn.Dense(4, name=name, **F64) for name in NAMES)
-            third(x)
-            return second(jnp.tanh(first(x)))
+    def ours(module: nn.Module, x: Any) -> Any:
+        first, second, third = (nn.Dense(4, name=name, **F64) for name in NAMES)
+        third(x)
+        return jnp.tanh(second(jnp.tanh(first(x))))
 
+    module = in_a_row(NAMES[:2])
     with pytest.warns(RematWarning, match=r"third\.weight, third\.bias: the outputs do not depend on them"):
-        rules = porting.propose(Unused(), Flax(), random_input(3, 4))
-    assert found(rules, Unused())["third.weight"] == ("params/third/kernel", "linear")  # the usual way of a dense layer
-    assert found(rules, Unused())["second.weight"][0] == "params/second/kernel"
+        rules = porting.propose(module, Flax(ours), random_input(3, 4))
+    assert found(rules, module)["third.weight"] == ("params/third/kernel", "linear")  # the usual way of a dense layer
+    assert found(rules, module)["second.weight"][0] == "params/second/kernel"
 
 
 def test_an_unused_module_of_one_framework_is_left_over_and_named() -> None:
     with pytest.warns(RematWarning, match=r"only PyTorch has third\.weight, third\.bias; the outputs do not depend on them"):
-        rules = porting.propose(Unused(), SquareFlax(NAMES[:2], (False,) * 2).copy(last=False), random_input(3, 4))
+        rules = porting.propose(in_a_row(NAMES[:2]), in_a_row_flax(NAMES[:2], (False,) * 2), random_input(3, 4))
     assert str(rules).splitlines()[-1] == "extra: third.weight, third.bias"
 
 
-class DeepTorch(torch.nn.Module):
+def deep_torch() -> Torch:
     """Stages of blocks, a list in a list, as in a residual network, and a table that is not trained."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.nn.Parameter(torch.randn(3, 4), requires_grad=False)
-        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(4) for _ in range(2))
-        self.stages = torch.nn.ModuleList(
-            torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(blocks)) for blocks in (2, 3)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.table
-        for norm, stage in zip(self.norms, self.stages, strict=True):
+    def run(module: Torch, x: torch.Tensor) -> torch.Tensor:
+        x = x + module.table
+        for norm, stage in zip(module.norms, module.stages, strict=True):
             x = norm(x)
             for block in stage:
                 x = block(x).tanh()
         return x
 
+    stages = (torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(blocks)) for blocks in (2, 3))
+    return Torch(
+        run,
+        table=torch.nn.Parameter(torch.randn(3, 4), requires_grad=False),
+        norms=torch.nn.ModuleList(torch.nn.LayerNorm(4) for _ in range(2)),
+        stages=torch.nn.ModuleList(stages),
+    )
 
-class DeepFlax(nn.Module):
-    """The same with numbers as names, the norms counted from one, and the table behind a stopped gradient."""
+
+class Numbered(nn.Module):
+    blocks: int
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        class Numbered(nn.Module):
-            number: int
-            blocks: int
-
-            @nn.compact
-            def __call__(self, x: Any) -> Any:
-                for block in range(self.blocks):
-                    x = jnp.tanh(nn.Dense(4, name=str(block), **F64)(x))
-                return x
-
-        table = self.param("table", nn.initializers.normal(), (3, 4), jnp.float64)
-        x = x + jax.lax.stop_gradient(table)
-        for number, blocks in enumerate((2, 3)):
-            x = nn.LayerNorm(epsilon=1e-5, name=f"norm{number + 1}", **F64)(x)
-            x = Numbered(number, blocks, name=f"stages_{number}")(x)
+        for block in range(self.blocks):
+            x = jnp.tanh(nn.Dense(4, name=str(block), **F64)(x))
         return x
 
 
+def deep(module: nn.Module, x: Any) -> Any:
+    """The same with numbers as names, the norms counted from one, and the table behind a stopped gradient."""
+    x = x + jax.lax.stop_gradient(module.param("table", nn.initializers.normal(), (3, 4), jnp.float64))
+    for number, blocks in enumerate((2, 3)):
+        x = nn.LayerNorm(epsilon=1e-5, name=f"norm{number + 1}", **F64)(x)
+        x = Numbered(blocks, name=f"stages_{number}")(x)
+    return x
+
+
 def test_nested_numbers_become_placeholders_and_a_frozen_weight_is_mapped() -> None:
-    rules = porting.propose(DeepTorch(), DeepFlax(), random_input(2, 3, 4))
+    rules = porting.propose(deep_torch(), Flax(deep), random_input(2, 3, 4))
     assert str(rules).splitlines() == [
         "table -> params/table",
         "norms.{i}.weight -> params/norm{i+1}/scale",
@@ -346,30 +300,20 @@ def test_nested_numbers_become_placeholders_and_a_frozen_weight_is_mapped() -> N
     ]
 
 
-class TwoAttentions(torch.nn.Module):
-    """One model with a fused projection and one without, as in SigLIP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool = torch.nn.MultiheadAttention(4, 2, batch_first=True)
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            setattr(self, name, torch.nn.Linear(4, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (layer(x).unflatten(-1, (2, 2)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
-        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = self.out_proj(mixed)
-        return self.pool(x, x, x, need_weights=False)[0]
-
-
 def test_attentions_fused_and_separate_in_one_model() -> None:
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            x = nn.MultiHeadDotProductAttention(2, name="attention", **F64)(x)
-            return nn.MultiHeadDotProductAttention(2, name="pool", **F64)(x)
+    """As in SigLIP."""
 
-    module = TwoAttentions()
-    where = found(porting.propose(module, Net(), random_input(2, 5, 4)), module)
+    def theirs(module: Torch, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).unflatten(-1, (2, 2)).transpose(1, 2) for layer in (module.q_proj, module.k_proj, module.v_proj))
+        x = module.out_proj(torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return module.pool(x, x, x, need_weights=False)[0]
+
+    def ours(module: nn.Module, x: Any) -> Any:
+        x = nn.MultiHeadDotProductAttention(2, name="attention", **F64)(x)
+        return nn.MultiHeadDotProductAttention(2, name="pool", **F64)(x)
+
+    pool = torch.nn.MultiheadAttention(4, 2, batch_first=True)
+    module = Torch(theirs, pool=pool, **linears(4, "q_proj", "k_proj", "v_proj", "out_proj"))
+    where = found(porting.propose(module, Flax(ours), random_input(2, 5, 4)), module)
     assert where["q_proj.weight"] == ("params/attention/query/kernel", "heads")
     assert where["pool.in_proj_weight"][0].startswith("params/pool/query/kernel, params/pool/key/kernel")

@@ -79,8 +79,7 @@ def jax_trained(name: str, fraction: float) -> Any:
     return parameters
 
 
-@pytest.mark.parametrize("fraction", [0, 0.5, 1.0])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "fraction"), [("sgd", 0), ("sgd", 0.5), ("adam", 1.0), ("adamw", 0.5)])
 def test_offloaded_optimizers_train_the_same_model(name: str, fraction: float) -> None:
     assert difference(torch_trained(name, fraction), torch_trained(name, None)) == 0.0
     with jax.enable_x64(True):
@@ -136,7 +135,7 @@ def jax_accumulated(n: int | None, policy: str = "off") -> tuple[float, Any]:
     return float(value), gradients
 
 
-@pytest.mark.parametrize(("n", "policy"), [(1, "off"), (4, "off"), (4, "full"), (8, "full")])
+@pytest.mark.parametrize(("n", "policy"), [(1, "off"), (4, "full"), (8, "off")])
 def test_accumulated_gradients_are_those_of_the_whole_batch_in_both(n: int, policy: str) -> None:
     expected_loss, expected = torch_accumulated(1)
     loss, gradients = torch_accumulated(n)

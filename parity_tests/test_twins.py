@@ -70,23 +70,21 @@ def test_weights_that_do_not_fit_are_all_named() -> None:
     assert "stray: fits no parameter of DecoderLayer" in str(error.value)
     with pytest.raises(ValueError, match="'Decoder' is unknown: choose one of ToyModel, DecoderLayer"):
         w.from_torch({}, "Decoder")
+    gradients = dict(torch_model("DecoderLayer").named_parameters()) | {"norm2.bias": None}
+    with pytest.raises(ValueError, match=r"norm2\.bias: missing"):
+        w.gradients_from_torch(gradients, "DecoderLayer")
 
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_a_layer_that_is_missing_is_refused(scan: bool) -> None:
-    state, full = torch_model("DecoderStack").state_dict(), parameters("DecoderStack", scan)
-    short = {name: tensor for name, tensor in state.items() if not name.startswith(f"layers.{LAYERS - 1}.")}
+    state = torch_model("DecoderStack").state_dict()
+    short, gap = (
+        {name: tensor for name, tensor in state.items() if not name.startswith(f"layers.{layer}.")} for layer in (LAYERS - 1, 0)
+    )
     with pytest.raises(ValueError, match="12 problems"):
-        w.from_torch(short, "DecoderStack", scan=scan, like=full)
-    gap = {name: tensor for name, tensor in state.items() if not name.startswith("layers.0.")}
+        w.from_torch(short, "DecoderStack", scan=scan, like=parameters("DecoderStack", scan))
     with pytest.raises(ValueError, match=r"layers\.0\.ffn\.0\.bias: missing"):
         w.from_torch(gap, "DecoderStack", scan=scan)
-
-
-def test_a_gradient_that_never_arrived_is_missing() -> None:
-    gradients = dict(torch_model("DecoderLayer").named_parameters()) | {"norm2.bias": None}
-    with pytest.raises(ValueError, match=r"norm2\.bias: missing"):
-        w.gradients_from_torch(gradients, "DecoderLayer")
 
 
 def test_loading_nnx_checks_shapes_and_refuses_to_lose_precision() -> None:
@@ -97,17 +95,12 @@ def test_loading_nnx_checks_shapes_and_refuses_to_lose_precision() -> None:
         w.load_nnx(right, parameters("DecoderLayer", False))
 
 
-def test_bfloat16_tensors_keep_their_dtype_and_value() -> None:
-    tensor = torch.randn(5, generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert w.as_numpy(tensor).dtype == jnp.bfloat16
-    assert w.as_numpy(tensor).astype("float64").tolist() == tensor.double().tolist()
-
-
-def test_arrays_do_not_change_with_the_parameter_they_came_from() -> None:
-    parameter = torch.zeros(2)
-    array = w.as_numpy(parameter)
-    parameter.add_(1)
-    assert array.tolist() == [0, 0]
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_arrays_have_the_dtype_of_the_tensor_and_do_not_change_with_it(dtype: str) -> None:
+    tensor = torch.randn(5, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
+    before, array = tensor.double().tolist(), w.as_numpy(tensor)
+    tensor.add_(1)
+    assert array.dtype.name == dtype and array.astype("float64").tolist() == before
 
 
 # The models.

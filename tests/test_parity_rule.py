@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat_jax.errors import ArgumentError
@@ -34,18 +34,13 @@ def failed(jax: dict, torch: dict | None = None, dtype: object = "float32", agai
     return [row.name for row in judge(against, jax, rounded(against) if torch is None else torch, dtype) if not row.passed]
 
 
-def test_the_row_has_the_rule_s_numbers() -> None:
-    exact = {"x": np.array([3.0, 4.0])}
-    jax, torch = {"x": np.array([3.0, 4.5], np.float32)}, {"x": np.array([3.25, 4.0], np.float32)}
-    (row,) = judge(exact, jax, torch, "float32")
-    assert (row.err_jax, row.err_torch, row.bound, row.ratio, row.passed) == (0.5, 0.25, 1.0, 2.0, True)
-
-
-@pytest.mark.parametrize(("distance", "passed"), [(1.0, True), (1.0 + 1e-6, False)])
+@pytest.mark.parametrize(("distance", "passed"), [(0.5, True), (1.0, True), (1.0 + 1e-6, False)])
 def test_four_times_pytorch_s_error_is_the_limit(distance: float, passed: bool) -> None:
     exact = {"x": np.array([3.0, 4.0])}
     jax, torch = {"x": np.array([3.0, 4.0 + distance], np.float32)}, {"x": np.array([3.25, 4.0], np.float32)}
-    assert judge(exact, jax, torch, "float32")[0].passed is passed
+    (row,) = judge(exact, jax, torch, "float32")
+    assert (row.err_torch, row.bound, row.passed) == (0.25, 1.0, passed)
+    assert distance != 0.5 or (row.err_jax, row.ratio) == (0.5, 2.0)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
@@ -65,15 +60,11 @@ def test_epsilon_is_that_of_the_dtype() -> None:
     assert epsilon(ml_dtypes.bfloat16) == float(ml_dtypes.finfo(ml_dtypes.bfloat16).eps)
 
 
-def test_rounding_passes_and_every_sign_flip_of_a_tensor_that_counts_fails() -> None:
+def test_rounding_passes_and_a_flipped_sign_or_a_missed_transpose_fails() -> None:
     good = rounded(reference())
     assert failed(good) == []
     for name in good:
         assert failed(good | {name: -good[name]}) == [name]
-
-
-def test_a_missed_transpose_of_a_square_tensor_fails() -> None:
-    good = rounded(reference())
     assert failed(good | {"w": good["w"].T}) == ["w"]
 
 
@@ -138,13 +129,10 @@ def test_a_reference_whose_norm_is_not_finite_admits_nothing() -> None:
     assert float64_error(exact, wrong) == (math.inf, "x")
 
 
-@pytest.mark.parametrize("check", [lambda: judge({}, {}, {}, "float32"), lambda: float64_error({}, {})])
-def test_an_empty_comparison_is_an_error(check: object) -> None:
-    with pytest.raises(ArgumentError, match="no tensor.*proves nothing"):
-        check()
-
-
-def test_an_unknown_dtype_is_an_error_that_lists_the_known() -> None:
+def test_an_empty_comparison_and_an_unknown_dtype_are_errors() -> None:
+    for check in (lambda: judge({}, {}, {}, "float32"), lambda: float64_error({}, {})):
+        with pytest.raises(ArgumentError, match="no tensor.*proves nothing"):
+            check()
     with pytest.raises(ArgumentError, match="'int32'.*float64, float32, float16, bfloat16"):
         judge(reference(), {}, {}, np.int32)
 
@@ -179,6 +167,7 @@ def test_float64_error_is_infinite_where_nothing_can_be_compared(spoil: object) 
     assert float64_error(candidate, reference())[0] == math.inf
 
 
+@settings(deadline=None)
 @given(st.floats(1e-30, 1e30), st.integers(0, 2**32 - 1))
 def test_the_rule_does_not_depend_on_the_unit(scale: float, seed: int) -> None:
     scale = 2.0 ** round(math.log2(scale))

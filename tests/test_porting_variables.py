@@ -112,12 +112,11 @@ def test_float64_is_kept_or_refused_and_never_made_smaller_silently() -> None:
         assert converted.dtype == np.float64 and np.array_equal(converted, state["a"])
 
 
-def test_small_dtypes_are_kept_and_scaled_with_one_rounding() -> None:
-    exact = np.linspace(0.1, 1, 50)
-    for dtype in (ml_dtypes.bfloat16, np.float16):
-        x = exact.astype(dtype)
-        converted = porting.from_torch({"a": x}, {"params": {"a": x}}, "a -> params/a | scale(3.3)")["params"]["a"]
-        assert converted.dtype == dtype and np.array_equal(converted, (x.astype(np.float64) * 3.3).astype(dtype))
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_small_dtypes_are_kept_and_scaled_with_one_rounding(dtype: Any) -> None:
+    x = np.linspace(0.1, 1, 50).astype(dtype)
+    converted = porting.from_torch({"a": x}, {"params": {"a": x}}, "a -> params/a | scale(3.3)")["params"]["a"]
+    assert converted.dtype == dtype and np.array_equal(converted, (x.astype(np.float64) * 3.3).astype(dtype))
 
 
 def test_parts_of_several_dtypes_are_refused() -> None:
@@ -133,16 +132,6 @@ def test_integers_take_the_model_s_width_where_they_fit() -> None:
     assert porting.from_torch({"n": np.array([7])}, shapes, "n -> params/n")["params"]["n"].dtype == np.int32
     with pytest.raises(PortingError, match="is int64, but JAX would convert it to int32"):
         porting.from_torch({"n": np.array([2**40])}, shapes, "n -> params/n")
-
-
-def test_nothing_is_shared_with_what_it_was_made_of() -> None:
-    state = {"a": np.zeros(1 << 16, np.float32)}
-    assert not np.shares_memory(porting.as_numpy(state["a"]), state["a"])
-    converted = porting.from_torch(state, {"params": {"a": state["a"]}}, "a -> params/a")
-    back = porting.to_torch(converted, "a -> params/a", numpy=True)
-    state["a"][:] = 1
-    back["a"][:] = 2
-    assert not converted["params"]["a"].any()
 
 
 def test_arrays_go_where_the_variables_are() -> None:

@@ -31,8 +31,7 @@ def inputs(name: str, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 
 
 @models
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(("scan", "dtype"), [(True, "bfloat16"), (False, "float64")], ids=["scanned", "unrolled"])
 def test_outputs_and_gradients_have_the_parameters_dtype(name: str, dtype: str, scan: bool, x64: None) -> None:
     make, config, block = MODELS[name]
     model, x = make(config, scan=scan, param_dtype=jnp.dtype(dtype)), inputs(name, jnp.dtype(dtype))

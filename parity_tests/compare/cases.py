@@ -15,19 +15,7 @@ from parity_tests.third_party import ports as p
 from parity_tests.third_party import test_gpt2, test_llama
 from remat_jax.parity import ParityReport, compare
 
-STACK = """
-    layers.{i}.self_attn.in_proj_weight -> params/layers_{i}/self_attn/in_proj/kernel | linear
-    layers.{i}.self_attn.in_proj_bias -> params/layers_{i}/self_attn/in_proj/bias
-    layers.{i}.self_attn.out_proj.weight -> params/layers_{i}/self_attn/out_proj/kernel | linear
-    layers.{i}.self_attn.out_proj.bias -> params/layers_{i}/self_attn/out_proj/bias
-    layers.{i}.ffn.0.weight -> params/layers_{i}/ffn/up/kernel | linear
-    layers.{i}.ffn.0.bias -> params/layers_{i}/ffn/up/bias
-    layers.{i}.ffn.2.weight -> params/layers_{i}/ffn/down/kernel | linear
-    layers.{i}.ffn.2.bias -> params/layers_{i}/ffn/down/bias
-    layers.{i}.norm{n}.weight -> params/layers_{i}/norm{n}/scale
-    layers.{i}.norm{n}.bias -> params/layers_{i}/norm{n}/bias
-"""
-QUICK = models.QUICK
+STACK, QUICK = models.STACK, models.QUICK
 GPT2, LLAMA = test_gpt2.PORT, test_llama.PORTS["llama"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -14,6 +15,7 @@ import torch
 
 from parity_tests.compare import cases as c
 from parity_tests.compare.cases import run
+from parity_tests.small_pairs import Flax, Torch, finding, named
 from remat_jax.errors import ArgumentError, PolicyError, PortingError, UnsupportedError
 from remat_jax.parity import Optimizer, compare
 
@@ -23,32 +25,149 @@ X = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
 
 def linear(**options: Any) -> dict[str, Any]:
     torch.manual_seed(0)
-    return {
-        **{"torch_module": torch.nn.Linear(3, 2), "flax_module": nn.Dense(2), "inputs": X, "rules": LINEAR},
-        **c.QUICK,
-        **options,
-    }
+    right = {"torch_module": torch.nn.Linear(3, 2), "flax_module": nn.Dense(2), "inputs": X, "rules": LINEAR}
+    return {**right, **c.QUICK, **options}
 
 
-def two(y: Any, *names: str) -> dict[str, Any]:
-    return {name: y * (index + 1) for index, name in enumerate(names)}
+def infinite() -> torch.nn.Module:
+    module = torch.nn.Linear(3, 2)
+    module.bias.data[1] = float("inf")
+    return module
 
 
-def test_other_output_trees_are_an_error_that_names_both() -> None:
-    ours = lambda model, x: two(model(x), "logits", "states")  # noqa: E731
-    theirs = lambda model, x: two(model(x), "logits", "hidden")  # noqa: E731
-    with pytest.raises(ArgumentError, match=r"states \(4, 2\): only PyTorch has it\n.*hidden \(4, 2\): only Flax has it"):
-        compare(**linear(torch_call=ours, flax_call=theirs))
+def failing(*_: Any) -> Any:
+    raise ValueError("no weights")
 
 
-def test_other_shapes_are_an_error_and_not_broadcast() -> None:
-    with pytest.raises(ArgumentError, match=r"output: \(4, 2\) in PyTorch and \(4, 1, 2\) in Flax"):
-        compare(**linear(flax_call=lambda model, x: model(x)[:, None]))
+def wrapped() -> torch.nn.Module:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return torch.nn.Sequential(checkpoint_wrapper(torch.nn.Linear(3, 2)))
 
 
-def test_an_output_that_is_no_array_is_named() -> None:
-    with pytest.raises(ArgumentError, match="its output cache is a object, not an array; select arrays with torch_call"):
-        compare(**linear(torch_call=lambda model, x: {"y": model(x), "cache": object()}))
+class Wrapper:
+    """A module with its weights, wrapped as libraries do."""
+
+    def __init__(self) -> None:
+        self.module, self.params = nn.Dense(2), {}
+
+    def __call__(self, x: Any) -> Any:
+        return self.module.apply({"params": self.params}, x)
+
+
+class Masked(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any, mask: Any) -> Any:
+        return nn.Dense(2)(x) * mask
+
+
+class MaskedTorch(torch.nn.Linear):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * mask
+
+
+BLOCKS = {"torch_blocks": torch.nn.Linear, "flax_blocks": nn.Dense}
+WRAPPED = r"flax_module is a Wrapper, which holds a module .* give its module, a Dense, as flax_module=wrapper.module"
+LACKS_MASK = r"TypeError: .* missing 1 required positional argument: 'mask'; add it to inputs, or pass it in {}_call"
+ERRORS: dict[str, tuple[dict[str, Any], str]] = {
+    "other output trees": (
+        {
+            "torch_call": lambda m, x: {"logits": m(x), "states": m(x) * 2},
+            "flax_call": lambda m, x: {"logits": m(x), "hidden": m(x) * 2},
+        },
+        r"states \(4, 2\): only PyTorch has it\n.*hidden \(4, 2\): only Flax has it",
+    ),
+    "no broadcasting": (
+        {"flax_call": lambda model, x: model(x)[:, None]},
+        r"output: \(4, 2\) in PyTorch and \(4, 1, 2\) in Flax",
+    ),
+    "an output that is no array": (
+        {"torch_call": lambda model, x: {"y": model(x), "cache": object()}},
+        "its output cache is a object, not an array; select arrays with torch_call",
+    ),
+    "an infinite weight": ({"torch_module": infinite()}, "torch_module: bias holds NaN or infinity"),
+    "an input that is no number": ({"inputs": (X * np.float32("nan"),)}, "inputs: 0 holds NaN"),
+    "no weights in memory": (
+        {"torch_module": torch.nn.Linear(3, 2, device="meta")},
+        "torch_module: weight, bias is on the device meta",
+    ),
+    "another width": (
+        {"inputs": X[:, :2], "flax_module": lambda dtype: nn.Dense(2)},
+        "torch_module cannot be run on inputs: RuntimeError: .*shapes",
+    ),
+    "dropout in Flax": (
+        {"flax_module": Flax(lambda m, x: nn.Dense(2)(nn.Dropout(0.5, deterministic=False)(x)))},
+        "flax_module cannot be run on inputs: InvalidRngError: .*make the model determ",
+    ),
+    "no graph": ({"torch_call": lambda m, x: m(x).detach()}, "outputs without a graph, so nothing has a gradient"),
+    "a wrapper of PyTorch's": (
+        {"torch_module": wrapped()},
+        "'0._checkpoint_wrapped_module.weight' has another name in state_di",
+    ),
+    "a wrapper of Flax's": ({"flax_module": Wrapper()}, WRAPPED),
+    "a wrapper of Flax's, without rules": ({"flax_module": Wrapper(), "rules": "auto"}, WRAPPED),
+    "no mask": ({"flax_module": Masked()}, f"flax_module cannot be run on inputs: {LACKS_MASK.format('flax')}"),
+    "no mask, without rules": ({"flax_module": Masked(), "rules": "auto"}, LACKS_MASK.format("flax")),
+    "no mask in PyTorch": ({"torch_module": MaskedTorch(3, 2)}, LACKS_MASK.format("torch")),
+    "one input too many": (
+        {"inputs": (X, X)},
+        r"torch_module cannot be run on inputs: TypeError: .*forward\(\) takes 2 .* arg",
+    ),
+    "a PyTorch model that cannot be built": (
+        {"torch_module": failing},
+        r"torch_module\(\) cannot be built: ValueError: no weig",
+    ),
+    "a Flax model that cannot be made": (
+        {"flax_module": failing},
+        r"flax_module\('float\d\d'\) cannot be made: ValueError: no",
+    ),
+    "a loss that fails": ({"loss": failing}, "loss cannot be computed from PyTorch's output: ValueError: no weights"),
+    "a loss that fails in Flax": (
+        {"loss": (torch.mean, failing)},
+        "loss cannot be computed from Flax's output: ValueError: no",
+    ),
+    "a class": ({"torch_module": torch.nn.Linear}, "torch_module=.*expected a torch.nn.Module, or a function that builds one"),
+    "a class of Flax's": (
+        {"flax_module": nn.Dense},
+        "flax_module=.*expected a module of Linen, NNX, Equinox or Haiku, or a function of a dtype",
+    ),
+    "models exchanged": (
+        {"torch_module": nn.Dense(2), "flax_module": torch.nn.Linear(3, 2)},
+        "expected a torch.nn.Module, or a function that builds one",
+    ),
+    "PyTorch twice": ({"flax_module": torch.nn.Linear(3, 2)}, "expected a module of Linen, NNX, Equinox or Haiku, or a func"),
+    "inputs": ({"inputs": {"x": None}}, "inputs=.*expected arrays"),
+    "loss": ({"loss": 3}, "loss=3: expected a function"),
+    "torch_blocks": ({"torch_blocks": "Linear"}, "torch_blocks='Linear': expected a class"),
+    "modes": ({"modes": ("off", "off")}, "each once"),
+    "dtypes": ({"dtypes": "int8"}, "dtype='int8' has no ε"),
+    "optimizer": ({"optimizer": "adamv"}, "name='adamv' is unknown.*Did you mean 'adam"),
+    "steps": ({"steps": 0}, "steps=0: expected the number of training steps"),
+    "no list of modules": (
+        {"modes": "checkpoint", "flax_blocks": nn.Dense},
+        "the PyTorch model has no list of modules of one class",
+    ),
+    "no Flax class": ({"modes": "checkpoint", "torch_blocks": torch.nn.Linear}, "no Flax class has the weights"),
+    "blocks that the model lacks": (
+        {"modes": ("off", "full"), **BLOCKS, "torch_blocks": torch.nn.Dropout},
+        "modes: 'full' in PyTorch: .*Dropout, but it has no module in the model",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_names_the_argument_and_the_remedy(name: str) -> None:
+    options, message = ERRORS[name]
+    with pytest.raises((ArgumentError, PortingError), match=message) as error:
+        compare(**linear(**options))
+    assert name != "another width" or isinstance(error.value.__cause__, RuntimeError)
+
+
+def test_unknown_modes_and_selectors_that_match_nothing() -> None:
+    with pytest.raises(PolicyError, match="modes='chekpoint'"):
+        compare(**linear(modes="chekpoint"))
+    with pytest.raises(PolicyError, match=r"the selector '\*nowhere\*' matches no residual"):
+        run(c.stack(), **{**c.QUICK, "modes": "save: *nowhere*"})
 
 
 @pytest.mark.parametrize("side", ["torch", "flax", "both"])
@@ -63,58 +182,33 @@ def test_not_a_number_never_passes(side: str) -> None:
     assert any("not finite in" in problem for problem in output.problems)
 
 
-def test_what_pytorch_itself_does_not_compute_is_said_first() -> None:
-    report = compare(**linear(torch_call=lambda m, x: m(x) * float("nan"), flax_call=lambda m, x: m(x) * float("nan")))
-    assert report.verdict().endswith("proves nothing; see gradients")
-    finding = next(check.found for check in report.checks if check.name == "gradients")
-    assert finding == "not finite in PyTorch, so they prove nothing: output, weight, bias"
-    module = torch.nn.Linear(3, 2)
-    with torch.no_grad():
-        module.bias[1] = float("inf")
-    with pytest.raises(ArgumentError, match="torch_module: bias holds NaN or infinity"):
-        compare(**linear(torch_module=module))
-    with pytest.raises(ArgumentError, match="inputs: 0 holds NaN"):
-        compare(**linear(inputs=(X * np.float32("nan"),)))
-    with pytest.raises(ArgumentError, match="torch_module: weight, bias is on the device meta"):
-        compare(**linear(torch_module=torch.nn.Linear(3, 2, device="meta")))
-
-
-class Random(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return nn.Dense(2)(nn.Dropout(0.5, deterministic=False)(x))
-
-
-def test_what_a_model_itself_raises_names_the_argument() -> None:
-    with pytest.raises(ArgumentError, match=r"torch_module cannot be run on inputs: RuntimeError: .*shapes") as raised:
-        compare(**linear(inputs=X[:, :2], flax_module=lambda dtype: nn.Dense(2)))
-    assert isinstance(raised.value.__cause__, RuntimeError)
-    with pytest.raises(ArgumentError, match="flax_module cannot be run on inputs: InvalidRngError: .*make the model determ"):
-        compare(**linear(flax_module=Random()))
-    with pytest.raises(ArgumentError, match="outputs without a graph, so nothing has a gradient"):
-        compare(**linear(torch_call=lambda model, x: model(x).detach()))
-
-
-def test_gradients_that_are_all_zero_prove_nothing() -> None:
+NO_BIAS = {
+    "torch_call": lambda m, x: x @ m.weight.T,
+    "flax_call": lambda model, x: model(x) - model.variables["params"]["bias"],
+}
+PROVES_NOTHING: dict[str, tuple[dict[str, Any], str]] = {
+    "not finite": (
+        {"torch_call": lambda m, x: m(x) * float("nan"), "flax_call": lambda m, x: m(x) * float("nan")},
+        "not finite in PyTorch, so they prove nothing: output, weight, bias",
+    ),
     # Multiplied by 0 and not left out: there is a graph, and a gradient of exactly 0.
-    report = compare(**linear(loss=lambda y: (y * 0).sum()))
-    assert not report.passed and not report.proves
-    assert "every gradient is 0 in PyTorch" in str([check.found for check in report.checks])
-    assert "proves nothing" in report.verdict()
+    "zero": ({"loss": lambda y: (y * 0).sum()}, "every gradient is 0 in PyTorch"),
+    "an unused parameter": (NO_BIAS, "prove nothing about bias"),
+}
 
 
-def test_a_parameter_that_nothing_uses_is_named() -> None:
-    report = compare(**linear(torch_call=lambda m, x: x @ m.weight.T, flax_call=unbiased))
-    check = next(check for check in report.checks if check.name == "gradients")
-    assert not check.passed and "prove nothing about bias" in check.found
-    frozen = linear(torch_call=lambda m, x: x @ m.weight.T, flax_call=unbiased)
-    frozen["torch_module"].bias.requires_grad_(False)
-    assert compare(**frozen).passed
+@pytest.mark.parametrize("name", PROVES_NOTHING)
+def test_gradients_that_prove_nothing_fail(name: str) -> None:
+    options, text = PROVES_NOTHING[name]
+    report = compare(**linear(**options))
+    assert not report.passed and text in finding(report, "gradients")
+    assert name == "an unused parameter" or (not report.proves and "proves nothing" in report.verdict())
 
 
-def unbiased(model: Any, x: Any) -> Any:
-    made = model(x)
-    return made - model.variables["params"]["bias"]
+def test_a_frozen_parameter_needs_no_gradient() -> None:
+    case = linear(**NO_BIAS)
+    case["torch_module"].bias.requires_grad_(False)
+    assert compare(**case).passed
 
 
 def test_dropout_in_training_is_refused_and_in_evaluation_is_not() -> None:
@@ -129,7 +223,6 @@ def test_dropout_in_training_is_refused_and_in_evaluation_is_not() -> None:
 def test_a_flax_model_of_one_dtype_is_an_error_and_a_function_of_a_dtype_is_the_remedy() -> None:
     with pytest.raises(ArgumentError, match="returns output in float32, although weights and inputs are float64"):
         compare(**linear(flax_module=nn.Dense(2, dtype=jnp.float32), keep_float64=False))
-    assert compare(**linear(flax_module=nn.Dense(2, dtype=jnp.float32))).passed
     report = compare(**linear(flax_module=lambda dtype: nn.Dense(2, dtype=dtype), dtypes=("float64", "float32")))
     assert report.passed, str(report)
 
@@ -140,11 +233,10 @@ def test_a_cast_inside_is_named() -> None:
             return model(x).astype(jnp.float32).astype(x.dtype)
 
     kept = compare(**linear(flax_call=narrow))
-    cast_check = next(check for check in kept.checks if check.name == "Flax stays in float64")
-    assert kept.passed and "casts to float32: float64 to float32 in head; keep_float64=True is on" in cast_check.found
+    found = finding(kept, "Flax stays in float64")
+    assert kept.passed and "casts to float32: float64 to float32 in head; keep_float64=True is on" in found
     report = compare(**linear(flax_call=narrow, keep_float64=False))
-    cast_check = next(check for check in report.checks if check.name == "Flax stays in float64")
-    assert not report.passed and "dtype: float64 to float32 in head; " in cast_check.found
+    assert not report.passed and "dtype: float64 to float32 in head; " in finding(report, "Flax stays in float64")
 
 
 def test_a_lower_precision_is_found_first() -> None:
@@ -159,69 +251,49 @@ def test_a_lower_precision_is_found_first() -> None:
     assert not report.passed and "PyTorch multiplies float32 at 'high'" in report.checks[0].found
 
 
-class Untied(nn.Module):
-    """An embedding and a head that are one tensor in PyTorch and two arrays in Flax."""
-
-    @nn.compact
-    def __call__(self, tokens: Any) -> Any:
-        return nn.Dense(7, use_bias=False, name="head")(nn.Embed(7, 4, name="embed")(tokens))
+TOKENS = np.arange(7).reshape(1, 7)
+UNTIED = Flax(lambda m, tokens: nn.Dense(7, use_bias=False, name="head")(nn.Embed(7, 4, name="embed")(tokens)))
+TABLE = "embed.weight -> params/embed/embedding\n"
+TIE = TABLE + "tie: embed.weight = head.weight"
 
 
-class Tied(nn.Module):
-    @nn.compact
-    def __call__(self, tokens: Any) -> Any:
-        embed = nn.Embed(7, 4, name="embed")
-        return embed(tokens) @ embed.embedding.T
+def tied_in_flax(module: nn.Module, tokens: Any) -> Any:
+    embed = nn.Embed(7, 4, name="embed")
+    return embed(tokens) @ embed.embedding.T
 
 
-class TorchTied(torch.nn.Module):
-    def __init__(self, shared: bool) -> None:
-        super().__init__()
-        self.embed, self.head = torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7, bias=False)
-        if shared:
-            self.head.weight = self.embed.weight
-        else:
-            with torch.no_grad():
-                self.head.weight.copy_(self.embed.weight)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(tokens))
+def embedding_and_head(shared: bool) -> Torch:
+    """Both have one tensor, or two with equal values."""
+    embed, head = torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7, bias=False)
+    head.weight = embed.weight if shared else torch.nn.Parameter(embed.weight.detach().clone())
+    return Torch(lambda m, tokens: m.head(m.embed(tokens)), embed=embed, head=head)
 
 
 def test_a_copy_in_the_place_of_a_tie_is_an_error_on_either_side() -> None:
-    tokens = np.arange(7).reshape(1, 7)
-    copied = {
-        "flax_module": Untied(),
-        "rules": "embed.weight -> params/embed/embedding\nhead.weight -> params/head/kernel | linear",
-    }
-    tied = {"flax_module": Tied(), "rules": "embed.weight -> params/embed/embedding\ntie: embed.weight = head.weight"}
+    copied = {"flax_module": UNTIED, "rules": TABLE + "head.weight -> params/head/kernel | linear", "inputs": TOKENS}
+    tied = {"flax_module": Flax(tied_in_flax), "rules": TIE, "inputs": TOKENS}
     with pytest.raises(PortingError, match="head.weight: duplicated: it is the same tensor as embed.weight"):
-        compare(TorchTied(True), inputs=tokens, **copied, **c.QUICK)
+        compare(embedding_and_head(True), **copied, **c.QUICK)
     with pytest.raises(ArgumentError, match="'tie: embed.weight = head.weight', but these are two parameters"):
-        compare(TorchTied(False), inputs=tokens, **tied, **c.QUICK)
-    for shared, options in ((True, tied), (False, copied)):
-        report = compare(TorchTied(shared), inputs=tokens, **options, **{**c.QUICK, "optimizer": "sgd"})
+        compare(embedding_and_head(False), **tied, **c.QUICK)
+    for shared, case in ((True, tied), (False, copied)):
+        report = compare(embedding_and_head(shared), **case, **{**c.QUICK, "optimizer": "sgd"})
         assert report.passed, str(report)
 
 
 def test_a_copy_that_the_map_leaves_out_is_named_by_the_tied_parameter() -> None:
-    model = TorchTied(True)
+    model = embedding_and_head(True)
     table = model.embed.weight.detach().numpy()
-    report = compare(
-        model,
-        Untied(),
-        np.arange(7).reshape(1, 7),
-        variables={"params": {"embed": {"embedding": table}, "head": {"kernel": table.T}}},
-        rules="embed.weight -> params/embed/embedding\ntie: embed.weight = head.weight\nmissing: params/head/kernel",
-        **c.QUICK,
-    )
+    variables = {"params": {"embed": {"embedding": table}, "head": {"kernel": table.T}}}
+    rules = TIE + "\nmissing: params/head/kernel"
+    report = compare(model, UNTIED, TOKENS, rules=rules, variables=variables, **c.QUICK)
     assert [row.name for row in report.failed_rows] == ["embed.weight"]
-    divergence = report.divergences["backward"]
-    assert (divergence["torch_path"], divergence["what"]) == ("embed", "gradient of weight, the same tensor as head.weight")
+    expected = ("embed", "gradient of weight, the same tensor as head.weight")
+    assert named(report, "backward", "torch_path", "what") == expected
 
 
 def test_without_pytorch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
+    real: Callable[..., Any] = builtins.__import__
 
     def without(name: str, *args: Any, **kwargs: Any) -> Any:
         if name == "torch":
@@ -234,53 +306,10 @@ def test_without_pytorch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
         compare(**case)
 
 
-WRONG = {
-    "torch_module": (torch.nn.Linear, "torch_module=.*expected a torch.nn.Module"),
-    "flax_module": (nn.Dense, "flax_module=.*expected a module of Linen, NNX, Equinox or Haiku"),
-    "inputs": ({"x": None}, "inputs=.*expected arrays"),
-    "loss": (3, "loss=3: expected a function"),
-    "torch_blocks": ("Linear", "torch_blocks='Linear': expected a class"),
-    "modes": (("off", "off"), "each once"),
-    "dtypes": ("int8", "dtype='int8' has no ε"),
-    "optimizer": ("adamv", "name='adamv' is unknown.*Did you mean 'adam"),
-    "steps": (0, "steps=0: expected the number of training steps"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_are_named(name: str) -> None:
-    value, message = WRONG[name]
-    with pytest.raises(ArgumentError, match=message):
-        compare(**linear(**{name: value}))
-
-
-def test_a_mode_without_blocks_and_an_unknown_one() -> None:
-    with pytest.raises(PolicyError, match="modes='chekpoint'"):
-        compare(**linear(modes="chekpoint"))
-    with pytest.raises(ArgumentError, match="the PyTorch model has no list of modules of one class"):
-        compare(**linear(modes=("checkpoint",), torch_blocks=None, flax_blocks=nn.Dense))
-    with pytest.raises(ArgumentError, match="no Flax class has the weights"):
-        compare(**linear(modes=("checkpoint",), torch_blocks=torch.nn.Linear))
-    with pytest.raises(ArgumentError, match="modes: 'full' in PyTorch: .*Dropout, but it has no module in the model"):
-        compare(**linear(modes=("off", "full"), torch_blocks=torch.nn.Dropout, flax_blocks=nn.Dense))
-    with pytest.raises(PolicyError, match=r"the selector '\*nowhere\*' matches no residual"):
-        run(c.stack(), **{**c.QUICK, "modes": "save: *nowhere*"})
-
-
 def test_neither_model_is_changed() -> None:
-    case = linear(
-        optimizer=Optimizer("sgd", momentum=0.0), modes=("off", "full"), flax_blocks=nn.Dense, torch_blocks=torch.nn.Linear
-    )
+    case = linear(optimizer=Optimizer("sgd", momentum=0.0), modes=("off", "full"), **BLOCKS)
     before = {name: tensor.clone() for name, tensor in case["torch_module"].state_dict().items()}
     assert compare(**case).passed
     after = case["torch_module"].state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert all(parameter.grad is None for parameter in case["torch_module"].parameters())
-
-
-def test_a_model_that_a_wrapper_renamed_is_refused_by_name():
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    wrapped = torch.nn.Sequential(checkpoint_wrapper(torch.nn.Linear(3, 2)))
-    with pytest.raises(ArgumentError, match=r"'0._checkpoint_wrapped_module.weight' has another name in state_dict"):
-        compare(**linear(torch_module=wrapped))

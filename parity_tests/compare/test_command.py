@@ -1,8 +1,11 @@
-"""`remat-jax parity` with mistaken arguments: our own error with the remedy, and no traceback."""
+"""`remat-jax parity`: its exit status, its page, and for a mistake our own error with the remedy, and no traceback."""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -17,32 +20,23 @@ import flax.linen as nn, jax.numpy as jnp, numpy as np, torch
 X = np.random.default_rng(0).normal(size=(4, 3)).astype("float32")
 RULES = "weight -> params/kernel | linear\\nbias -> params/bias"
 
-class Wrapper:
-    def __init__(self): self.module, self.params = nn.Dense(2), {}
-    def __call__(self, x): return self.module.apply({"params": self.params}, x)
-
-class Masked(nn.Module):
-    @nn.compact
-    def __call__(self, x, mask): return nn.Dense(2)(x) * mask
-
-class MaskedTorch(torch.nn.Linear):
-    def forward(self, x, mask): return super().forward(x) * mask
-
 def case(**options):
+    print("a word of the user's own")
     right = {"torch_module": torch.nn.Linear(3, 2), "flax_module": nn.Dense(2), "inputs": X, "rules": RULES}
     return right | {"modes": "off", "memory": False} | options
 
-def wrapper(): return case(flax_module=Wrapper())
-def wrapper_without_rules(): return case(flax_module=Wrapper(), rules="auto")
-def lacking(): return case(flax_module=Masked())
-def lacking_without_rules(): return case(flax_module=Masked(), rules="auto")
-def lacking_torch(): return case(torch_module=MaskedTorch(3, 2))
-def torch_class(): return case(torch_module=torch.nn.Linear)
-def flax_class(): return case(flax_module=nn.Dense)
-def exchanged(): return case(torch_module=nn.Dense(2), flax_module=torch.nn.Linear(3, 2))
-def torch_twice(): return case(flax_module=torch.nn.Linear(3, 2))
+def same(): return case()
+def other(): return case(flax_call=lambda model, x: model(x) * 2)
 def narrow(): return case(flax_module=nn.Dense(2, dtype=jnp.float32), keep_float64=False)
 def asking(module): return case()
+def lacking(): return {"torch_module": torch.nn.Linear(3, 2), "flaxmodule": nn.Dense(2)}
+def nothing(): return 3
+def from_file():
+    from remat_jax import porting
+    open("model.safetensors", "w").close()
+    return case(variables=porting.load("model.safetensors"))
+def of_transformers():
+    import transformers
 
 class GatedTorch(torch.nn.Module):
     def __init__(self):
@@ -64,34 +58,64 @@ def unproven(): return gated(factor=1.01)
 def right(): return gated()
 def float32_inside(): return gated() | {"flax_call": lambda model, x: model(x.astype(jnp.float32)).astype(x.dtype)}
 """
-MASK = "missing 1 required positional argument: 'mask'; add it to inputs, or pass it in {}_call"
+
+
+def parity(folder: Path, name: str, *options: str) -> Any:
+    """The command for a function of a file."""
+    file = folder / "port.py"
+    file.write_text(CASE.replace("model.safetensors", str(folder / "model.safetensors")))
+    return CliRunner().invoke(app, ["parity", f"{file}:{name}", *options])
+
+
+def test_a_right_pair_passes_and_a_page_is_written(tmp_path: Path) -> None:
+    done = parity(tmp_path, "same", "--json", "--html", str(tmp_path / "out.html"))
+    assert done.exit_code == 0, done.output
+    data = json.loads(done.stdout)
+    assert data["passed"] and data["page"] == str(tmp_path / "out.html") and len(data["rows"]) == 5
+    assert "Parity: Linear (PyTorch) and Dense (Flax)" in (tmp_path / "out.html").read_text()
+
+
 MISTAKES = {
-    "wrapper": "give its module, a Dense, as flax_module=wrapper.module",
-    "wrapper_without_rules": "give its module, a Dense, as flax_module=wrapper.module",
-    "lacking": MASK.format("flax"),
-    "lacking_without_rules": MASK.format("flax"),
-    "lacking_torch": MASK.format("torch"),
-    "torch_class": "Linear'>: expected a torch.nn.Module, or a function that builds one",
-    "flax_class": "Dense'>: expected a module of Linen, NNX, Equinox or Haiku, or a function of a dtype",
-    "exchanged": "expected a torch.nn.Module, or a function that builds one",
-    "torch_twice": "expected a module of Linen, NNX, Equinox or Haiku, or a function of a dtype",
     "narrow": "give keep_float64=True, which runs it in float64; to compare without float64, give dtypes=('float32',)",
     "asking": "needs the arguments module: expected a function without arguments",
-    "Wrapper": "gave a Wrapper: expected a dictionary of the arguments of remat_jax.parity.compare",
-    "Masked": "gave a Masked: expected a dictionary of the arguments of remat_jax.parity.compare",
+    "Gated": "gave a Gated: expected a dictionary of the arguments of remat_jax.parity.compare",
+    "lacking": "lacks flax_module, inputs and has 'flaxmodule'",
+    "nothing": "gave a int: expected a dictionary of the arguments",
+    "nowhere": "has no 'nowhere'",
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_an_error_with_its_remedy(name: str, tmp_path: Path) -> None:
-    file = tmp_path / "port.py"
-    file.write_text(CASE)
-    done = CliRunner().invoke(app, ["parity", f"{file}:{name}"])
+    done = parity(tmp_path, name)
     assert done.exit_code == 2 and isinstance(done.exception, SystemExit), done.output
     assert MISTAKES[name] in done.stderr and "Traceback" not in done.output
 
 
+def test_a_page_without_a_folder_is_a_mistake(tmp_path: Path) -> None:
+    done = parity(tmp_path, "same", "--html", str(tmp_path / "no" / "out.html"))
+    assert done.exit_code == 2 and "there is no folder" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("missing", "name", "status", "message"),
+    [
+        ("torch", "same", 1, "parity compares with PyTorch, which is not installed: pip install 'remat_jax[torch]'"),
+        ("safetensors", "from_file", 2, "safetensors is not installed; pip install safetensors"),
+        ("transformers", "of_transformers", 2, "ModuleNotFoundError: import of transformers halted"),
+    ],
+)
+def test_the_command_says_what_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str, name: str, status: int, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, "safetensors.numpy", raising=False)
+    done = parity(tmp_path, name)
+    assert done.exit_code == status and message in done.stderr, done.output
+
+
 REPORTS = {
+    "other": (1, "NOT PASSED"),
     "crossed": (
         1,
         "NOT PASSED: the models agree only if equal names are exchanged (gate and up); under the map of equal names",
@@ -103,14 +127,13 @@ REPORTS = {
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_what_a_proposed_map_tells_is_read_in_the_terminal(name: str, tmp_path: Path) -> None:
-    file = tmp_path / "port.py"
-    file.write_text(CASE)
-    done = CliRunner().invoke(app, ["parity", f"{file}:{name}"])
+def test_what_a_report_tells_is_read_in_the_terminal(name: str, tmp_path: Path) -> None:
+    done = parity(tmp_path, name)
     code, text = REPORTS[name]
     shown = " ".join(done.output.replace("│", " ").split())  # a long cell of a table has several lines
     assert done.exit_code == code and text in shown, done.output
-    assert "checkpoint left out: the PyTorch model has no repeated modules that are called" in shown
+    left_out = "checkpoint left out: the PyTorch model has no repeated modules that are called"
+    assert (left_out in shown) == (name != "other")
     assert name != "crossed" or "gate.weight -> params/up/kernel | linear" in shown
 
 

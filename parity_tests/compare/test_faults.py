@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ import pytest
 import torch
 
 from parity_tests.compare import cases as c
-from parity_tests.compare.cases import run
+from parity_tests.compare.cases import QUICK, run
 from parity_tests.mutants.planting import DOUBLED, FLIPPED, at, output
+from parity_tests.small_pairs import DENSE, Flax, Torch, linears
 from remat_jax.parity import ParityReport, explain
-from remat_jax.parity.comparison import failures
 
 
 def failed(report: ParityReport) -> dict[str, list[str]]:
@@ -30,12 +29,12 @@ def test_the_weight_that_is_planted_may_be_the_one_at_fault() -> None:
     """A square kernel that the map forgot to transpose is right when a planted fault transposes it."""
     x = np.random.default_rng(0).normal(size=(4, 3))
     pair = {"torch_module": torch.nn.Linear(3, 3), "flax_module": nn.Dense(3), "inputs": x}
-    report = run({**pair, "rules": "weight -> params/kernel\nbias -> params/bias"}, **c.QUICK)
+    report = run({**pair, "rules": "weight -> params/kernel\nbias -> params/bias"}, **QUICK)
     assert not report.passed and report.proves
     check = next(check for check in report.checks if check.name == "planted weight in float64")
     assert check.passed and check.found.startswith("params/kernel transposed: ")
     assert check.found.endswith(" off, and without this change the outputs differ")
-    right = run({**pair, "rules": "weight -> params/kernel | linear\nbias -> params/bias"}, **c.QUICK)
+    right = run({**pair, "rules": "weight -> params/kernel | linear\nbias -> params/bias"}, **QUICK)
     assert right.passed and "without this change" not in str(right)
 
 
@@ -54,8 +53,8 @@ def test_a_pytorch_block_that_draws_anew_under_a_checkpoint_is_named() -> None:
     model.layers[1].ffn.register_forward_hook(draw)
     noise = np.random.default_rng(0).normal(size=16)
     case = at("layers_1/ffn", output(lambda x: x * noise))(c.stack(torch_module=model))
-    assert run(case, **c.QUICK).passed
-    report = run(case, **{**c.QUICK, "modes": ("off", "checkpoint")})
+    assert run(case, **QUICK).passed
+    report = run(case, **{**QUICK, "modes": ("off", "checkpoint")})
     assert [check.name for check in report.checks if not check.passed] == ["PyTorch, checkpoint"] and not report.failed_rows
     finding = next(check for check in report.checks if not check.passed).found
     assert finding.endswith("; recomputing layers/1/ffn gives different values")
@@ -63,7 +62,7 @@ def test_a_pytorch_block_that_draws_anew_under_a_checkpoint_is_named() -> None:
 
 def test_a_search_that_fails_ends_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report says that PyTorch's checkpoint draws again, even for a model that refuses to be inspected."""
-    layer, random = torch.nn.Linear(3, 3), np.random.default_rng(0)
+    random = np.random.default_rng(0)
 
     class Block(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -72,77 +71,46 @@ def test_a_search_that_fails_ends_no_comparison(monkeypatch: pytest.MonkeyPatch)
     def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError("not to be looked into")
 
-    case = {"torch_module": torch.nn.Sequential(layer, Block()), "flax_module": Drawn(), "inputs": np.ones((4, 3))}
-
     def call(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         nonlocal random
         random = np.random.default_rng(0)
         result: torch.Tensor = model(x)
         return result
 
+    ours = Flax(lambda m, x: nn.Dense(3, name="layer")(x) * np.random.default_rng(0).normal(size=3))
+    case = {"torch_module": torch.nn.Sequential(torch.nn.Linear(3, 3), Block()), "flax_module": ours, "inputs": np.ones((4, 3))}
+    rules = "0.weight -> params/layer/kernel | linear\n0.bias -> params/layer/bias"
     monkeypatch.setattr(explain, "capture_torch", refuse)
-    options = {**c.QUICK, "modes": ("off", "checkpoint"), "torch_blocks": Block, "flax_blocks": nn.Dense}
-    report = run(
-        {**case, "rules": "0.weight -> params/layer/kernel | linear\n0.bias -> params/layer/bias"}, torch_call=call, **options
-    )
+    options = {**QUICK, "modes": ("off", "checkpoint"), "torch_blocks": Block, "flax_blocks": nn.Dense}
+    report = run({**case, "rules": rules}, torch_call=call, **options)
     finding = next(check.found for check in report.checks if check.name == "PyTorch, checkpoint")
     assert "; it is unknown whether a module's recomputation differs: torch_module cannot be run on" in finding
     assert finding.endswith("RuntimeError: not to be looked into")
 
 
-class Drawn(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return nn.Dense(3, name="layer")(x) * np.random.default_rng(0).normal(size=3)
+def looping(module: nn.Module, x: Any) -> Any:
+    def double(module: nn.Module, carried: Any) -> Any:
+        return carried + nn.Dense(3, name="inner")(carried) * 0
 
-
-class Looping(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        def double(module: nn.Module, carried: Any) -> Any:
-            return carried + nn.Dense(3, name="inner")(carried) * 0
-
-        if self.is_initializing():  # a loop makes no parameters
-            double(self, x)
-        far = nn.while_loop(lambda _, carried: jnp.sum(carried**2) < 1, double, self, jax.lax.stop_gradient(x))
-        return nn.Dense(3, name="layer")(x) * 1.5 + 0 * jax.lax.stop_gradient(far)
+    if module.is_initializing():  # a loop makes no parameters
+        double(module, x)
+    far = nn.while_loop(lambda _, carried: jnp.sum(carried**2) < 1, double, module, jax.lax.stop_gradient(x))
+    return nn.Dense(3, name="layer")(x) * 1.5 + 0 * jax.lax.stop_gradient(far)
 
 
 def test_modules_that_cannot_be_looked_into_are_told_in_the_report(tmp_path: Path) -> None:
     torch.manual_seed(0)
-
-    class Outside(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.layer = torch.nn.Linear(3, 3).requires_grad_(False), torch.nn.Linear(3, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.layer(x)
-            return result
-
-    rules = "".join(
-        f"{name}.weight -> params/{name}/kernel | linear\n{name}.bias -> params/{name}/bias\n" for name in ("inner", "layer")
-    )
-    case = {"torch_module": Outside(), "flax_module": Looping(), "inputs": np.random.default_rng(0).normal(size=(4, 3))}
-    report = run({**case, "rules": rules}, **c.QUICK)
+    outside = Torch(lambda m, x: m.layer(x), **linears(3, "inner", "layer"))
+    outside.inner.requires_grad_(False)
+    case = {"torch_module": outside, "flax_module": Flax(looping), "inputs": np.random.default_rng(0).normal(size=(4, 3))}
+    report = run({**case, "rules": DENSE}, **QUICK)
     assert not report.passed and report.hidden == ("inner",) and report.to_dict()["hidden"] == ["inner"]
     note = "not observed, because they run in code whose arrays cannot be captured (a while loop, for example): inner"
     assert note in " ".join(str(report).split()) and note in report.to_html(tmp_path / "page.html").read_text()
 
 
-def test_the_setting_that_differs_is_named() -> None:
-    config = dataclasses.replace(c.GPT2.config, layer_norm_eps=1e-6)
-    report = run({**c.gpt2(), "flax_module": c.GPT2.make_flax(config)}, **c.QUICK)
-    assert not report.passed
-    assert {(difference["what"], difference["torch"], difference["flax"]) for difference in report.differences} == {
-        ("epsilon", "1e-05", "1e-06")
-    }
-    assert report.divergences["forward"]["torch_path"] == "transformer/h/0/ln_1"
-    assert "layers_1/ln_2: epsilon is 1e-05 in PyTorch and 1e-06 in Flax" in failures(report)
-
-
 def test_only_the_gradients_behind_the_fault_are_wrong() -> None:
-    behind = failed(run(at("layers_1/ffn/down", DOUBLED)(c.stack()), **c.QUICK))
+    behind = failed(run(at("layers_1/ffn/down", DOUBLED)(c.stack()), **QUICK))
     before = {name for name, _ in c.original("stack").named_parameters() if name.startswith("layers.1.norm2")}
     assert before.isdisjoint(behind)
     assert {"layers.1.ffn.2.weight", "layers.0.self_attn.in_proj_weight", "input:0"} <= behind.keys()
@@ -157,7 +125,7 @@ def test_a_mutant_is_found_in_float32_alone() -> None:
 def test_a_wrong_optimizer_is_found_by_what_it_adds() -> None:
     # optax's default decay is a hundredth of PyTorch's.
     pair = (lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4), optax.adamw(1e-2, eps=1e-4))
-    report = run(c.stack(), **{**c.QUICK, "optimizer": pair})
+    report = run(c.stack(), **{**QUICK, "optimizer": pair})
     assert {row.kind for row in report.failed_rows} == {"update"}
     idle = (lambda parameters: torch.optim.SGD(parameters, lr=1e-3), optax.sgd(0.0))
-    assert {row.kind for row in run(c.stack(), **{**c.QUICK, "optimizer": idle}).failed_rows} == {"update"}
+    assert {row.kind for row in run(c.stack(), **{**QUICK, "optimizer": idle}).failed_rows} == {"update"}

@@ -11,33 +11,29 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-import remat_jax as rj
 import torch_ref
 from examples import pytorch
 from parity_tests import support as s
 from parity_tests.compare import cases as c
-from parity_tests.compare.cases import run
-from parity_tests.third_party import ports as p
+from parity_tests.compare.cases import QUICK, run
+from parity_tests.small_pairs import DENSE, SERIES, Flax, Torch, finding, linears
 from remat_jax.parity import ParityReport, compare
 from remat_jax.parity.case import Case
 from remat_jax.parity.memory import torch_peak
 from remat_jax.parity.torch_side import TorchSide, imports_frozen
 
-FULL: dict[str, Any] = {"optimizer": "adamw"}
+LINEAR = "weight -> params/kernel | linear\nbias -> params/bias"
 
 
 @pytest.fixture(scope="module")
 def stack() -> ParityReport:
-    return run(c.stack(), **FULL)
-
-
-def check(report: ParityReport, name: str) -> rj.parity.Check:
-    return next(check for check in report.checks if check.name == name)
+    return run(c.stack(), optimizer="adamw")
 
 
 def test_a_correct_pair_passes_in_every_mode(stack: ParityReport) -> None:
@@ -63,7 +59,7 @@ def test_every_flipped_sign_would_have_been_found(stack: ParityReport) -> None:
     gradients = [row for row in stack.rows if row.kind == "gradient"]
     assert all(row.caught == {"float64": True, "float32": True} for row in gradients)
     assert len(gradients) == 2 * 12 + 1
-    assert check(stack, "planted faults in float64").found == "gradients, sign: 25 of 25 found, doubled: 25 of 25 found"
+    assert finding(stack, "planted faults in float64") == "gradients, sign: 25 of 25 found, doubled: 25 of 25 found"
 
 
 def test_a_block_keeps_its_input_and_no_more(stack: ParityReport) -> None:
@@ -133,12 +129,16 @@ def test_pytorchs_peak_is_that_of_its_mode() -> None:
     assert peaks["checkpoint"] - peaks["offload"] == pytest.approx(5 * stream, rel=0.2)
 
 
+def small(**options: Any) -> dict[str, Any]:
+    """A linear layer, with memory."""
+    pair = {"torch_module": torch.nn.Linear(3, 2), "flax_module": nn.Dense(2), "rules": LINEAR}
+    return {**pair, "inputs": np.ones((4, 3), np.float32), **QUICK, "memory": True, **options}
+
+
 def test_a_peak_that_cannot_be_tracked_is_said_with_the_reason() -> None:
     constant = torch.ones(2)
-    call = lambda model, x: model(x) + constant.to(x.dtype)  # noqa: E731
-    case = {"torch_module": torch.nn.Linear(3, 2), "flax_module": nn.Dense(2), "inputs": np.ones((4, 3), np.float32)}
-    rules = "weight -> params/kernel | linear\nbias -> params/bias"
-    report = run({**case, "rules": rules, **c.QUICK, "torch_call": call, "flax_call": lambda m, x: m(x) + 1.0, "memory": True})
+    calls = {"torch_call": lambda model, x: model(x) + constant.to(x.dtype), "flax_call": lambda m, x: m(x) + 1.0}
+    report = run(small(**calls))
     assert report.passed, str(report)
     theirs, ours = report.memory
     assert theirs.peak_bytes is None and theirs.peak_from.startswith("the step does not run on fake tensors: ")
@@ -155,22 +155,29 @@ def test_a_peak_that_cannot_be_tracked_in_a_mode_ends_no_comparison(raised: str)
         result: torch.Tensor = model(x)
         return result
 
-    report = run(c.stack(modes="checkpoint", dtypes="float32", torch_call=call))
+    blocks = {"torch_blocks": torch.nn.Linear, "flax_blocks": nn.Dense}
+    report = run(small(modes="checkpoint", dtypes="float32", torch_call=call, **blocks))
     assert report.passed, str(report)
     reasons = {"a value": "value of a fake tensor", "nothing said": "the step does not run on fake tensors: AssertionError"}
     assert report.memory[0].peak_bytes is None and reasons[raised] in report.memory[0].peak_from
 
 
 def test_a_target_is_compiled_for() -> None:
-    report = run(c.stack(modes="checkpoint", dtypes="float32"), target="h200")
-    assert report.passed, str(report)
-    theirs, ours = report.memory
-    assert [theirs.peak_from, ours.peak_from] == [
+    theirs, ours = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(2))), Flax(two_layers)
+    rules = "{i}.weight -> params/layers_{i}/kernel | linear\n{i}.bias -> params/layers_{i}/bias"
+    case = {"torch_module": theirs, "flax_module": ours, "inputs": np.ones((8, 64), np.float32), "rules": rules}
+    report = run(case, modes="checkpoint", dtypes="float32", target="h200")
+    theirs_kept, kept = report.memory
+    assert [theirs_kept.peak_from, kept.peak_from] == [
         f"{how}, without an optimizer" for how in ("tracked on fake tensors", "compiled for h200")
     ]
     # At least the parameters, their gradients and a checkpoint's kept arrays; a whole step without checkpoints needs more.
-    floor = 2 * sum(int(np.prod(x.shape)) * 4 for x in c.original("stack").parameters()) + ours.device_bytes
-    assert ours.peak_bytes is not None and floor <= ours.peak_bytes <= 4 * floor
+    floor = 2 * sum(x.nbytes for x in theirs.parameters()) + kept.device_bytes
+    assert kept.peak_bytes is not None and floor <= kept.peak_bytes <= 4 * floor
+
+
+def two_layers(module: nn.Module, x: Any) -> Any:
+    return nn.Dense(64, name="layers_1")(nn.Dense(64, name="layers_0")(x))
 
 
 def test_a_report_is_plain_data(stack: ParityReport) -> None:
@@ -180,24 +187,23 @@ def test_a_report_is_plain_data(stack: ParityReport) -> None:
     assert "PASSED: DecoderStack" in str(stack)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_other_optimizers_in_nnx(optimizer: str) -> None:
-    report = run(c.stack("nnx"), modes=("off",), dtypes="float64", optimizer=optimizer, memory=False)
+def test_another_optimizer_in_nnx() -> None:
+    report = run(c.stack("nnx"), optimizer="sgd", **QUICK)
     assert report.passed, str(report)
-    assert check(report, "training in float64").found.startswith("3 steps, losses at most ")
+    assert finding(report, "training in float64").startswith("3 steps, losses at most ")
     assert sum(row.kind == "update" for row in report.rows) == 24
 
 
-def test_nnx_under_a_policy_of_ones_own() -> None:
+def test_nnx_under_a_policy_of_ones_own(stack: ParityReport) -> None:
     policy = "save: @dots_with_no_batch_dims"
-    report = run(c.stack("nnx"), modes=("checkpoint", policy), dtypes="float64")
+    report = run(c.stack("nnx"), modes=policy, dtypes="float32")
     assert report.passed, str(report)
-    kept = {(row.mode, row.framework): row.device_bytes for row in report.memory}
+    kept = {(row.mode, row.framework): row.device_bytes for row in (*report.memory, *stack.memory)}
     assert all(kept[policy, framework] > kept["checkpoint", framework] for framework in ("JAX", "PyTorch"))
 
 
 def test_a_model_of_transformers_in_half_precision() -> None:
-    report = run(c.gpt2(scan=True), modes="offload", dtypes=("float64", "bfloat16"), optimizer="adamw")
+    report = run(c.gpt2(scan=True), modes="offload", dtypes="bfloat16", optimizer="adamw", memory=False)
     assert report.passed, str(report)
     rows = {row.name: row for row in report.rows}
     assert rows["transformer.wte.weight"].flax == "params/wte/embedding"
@@ -205,59 +211,30 @@ def test_a_model_of_transformers_in_half_precision() -> None:
     assert rows["output"].ratio("bfloat16") is not None
 
 
-def test_a_proposed_map_and_a_loss_of_ones_own() -> None:
-    report = run(c.stack(rules="auto"), loss=lambda output: (output**4).mean(), **c.QUICK)
+def test_a_proposed_map_and_a_loss_of_ones_own(stack: ParityReport) -> None:
+    report = run(c.stack(rules="auto"), loss=lambda output: (output**4).mean(), **QUICK)
     assert report.passed, str(report)
     assert "layers.{i}.self_attn.out_proj.weight" in report.rules
-    plain = run(c.stack(), **c.QUICK)
-    norms = [{row.name: row.norm for row in compared.rows} for compared in (report, plain)]
+    norms = [{row.name: row.norm for row in compared.rows} for compared in (report, stack)]
     assert norms[0]["loss"] != norms[1]["loss"] and norms[0]["output"] == norms[1]["output"]
 
 
 def test_tables_in_float32_want_a_function_that_builds_the_model() -> None:
     """`.double()` keeps the rounding of rotary frequencies; the report says so, with the remedy."""
-    port = c.LLAMA
-    case = {
-        "flax_module": port.make_flax(port.config),
-        "inputs": dict(port.inputs),
-        "rules": port.rules(port.config),
-        "torch_call": lambda model, **inputs: model(**inputs).logits,
-        "flax_call": lambda model, **inputs: model(*port.arguments(inputs)),
-        **c.QUICK,
-    }
-    rounded = run({**case, "torch_module": p.make_torch(port, "float32")})
+
+    def theirs() -> Torch:
+        model = Torch(lambda m, x: m.linear(x) * (100 * m.inv_freq).cos(), **linears(4, "linear"))
+        frequencies = 10 ** -(torch.arange(4, dtype=torch.float64) / 3)
+        model.register_buffer("inv_freq", frequencies.float(), persistent=False)
+        return model
+
+    ours = Flax(lambda m, x: nn.Dense(4, name="linear")(x) * jnp.cos(100 / 10 ** (jnp.arange(4, dtype=x.dtype) / 3)))
+    case = {"flax_module": ours, "inputs": SERIES, "rules": DENSE, **QUICK}
+    rounded = run({**case, "torch_module": theirs()})
     assert not rounded.passed and rounded.proves
-    assert "rotary_emb.inv_freq" in check(rounded, "PyTorch's tables").found
-    exact = run({**case, "torch_module": lambda: p.make_torch(port, "float64")})
+    assert "inv_freq" in finding(rounded, "PyTorch's tables")
+    exact = run({**case, "torch_module": theirs})
     assert exact.passed, str(exact)
-
-
-def test_statistics_that_a_forward_pass_writes_are_compared() -> None:
-    """PyTorch keeps the unbiased variance, Flax the biased one: the rows say so, and the mean agrees."""
-    x = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
-    rules = """
-        weight -> params/scale
-        bias -> params/bias
-        running_{name} -> batch_stats/{name}
-        extra: num_batches_tracked
-    """
-    norm = nn.BatchNorm(use_running_average=False, momentum=0.9, epsilon=1e-5, use_fast_variance=False)
-    report = run({"torch_module": torch.nn.BatchNorm1d(3), "flax_module": norm, "inputs": x, "rules": rules}, **c.QUICK)
-    assert {row.name: row.passed for row in report.rows if row.kind == "state"} == {
-        "batch_stats/mean": True,
-        "batch_stats/var": False,
-    }
-    assert {row.kind for row in report.failed_rows} == {"state"}
-    still = run(
-        {
-            "torch_module": torch.nn.BatchNorm1d(3).eval(),
-            "flax_module": norm.clone(use_running_average=True),
-            "inputs": x,
-            "rules": rules,
-        },
-        **c.QUICK,
-    )
-    assert still.passed, str(still)
 
 
 def test_a_freeze_of_the_callers_stays_and_ours_ends() -> None:

@@ -1,26 +1,21 @@
-"""The visible results of a comparison: the page, the message of an assertion, the command line."""
+"""The visible results of a comparison: the page, and the message of an assertion."""
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from parity_tests.compare import cases as c
 from parity_tests.compare.cases import run
 from parity_tests.mutants.planting import FLIPPED, at, skipped
-from remat_jax.cli.app import app
 from remat_jax.parity import MemoryRow, ParityReport, assert_parity, plugin
 from remat_jax.parity.report import TreeNode, module_tree, page
 
 parity = plugin.parity
-ROOT = Path(__file__).resolve().parents[2]
 FAULT = at("layers_0/ffn/up", FLIPPED)
 
 
@@ -55,7 +50,7 @@ def test_a_page_has_every_tensor_and_loads_nothing(wrong: ParityReport) -> None:
     text = page(wrong)
     parsed = Page(text)
     assert not [tag for tag, attributes in parsed.tags if {"src", "href"} & attributes.keys()]
-    assert not re.search(r"https?:|@import|url\(", text)
+    assert text.startswith("<!doctype html>") and not re.search(r"https?:|@import|url\(", text)
     tensors = [row for row in parsed.rows if row[0] in ("output", "gradient")]
     assert len(tensors) == len(wrong.rows)
     assert sum(attributes.get("class") == "failed" and tag == "tr" for tag, attributes in parsed.tags) == len(wrong.failed_rows)
@@ -90,11 +85,8 @@ def test_text_of_the_users_is_no_markup() -> None:
         (), (), (MemoryRow("<b>", "JAX", 1, 0),), "<script>alert(1)</script>", "Dense", "", ("off",), ("float64",)
     )
     text = page(report)
-    assert (
-        "<script>alert" not in text
-        and "&lt;script&gt;alert" in text
-        and "<b>" not in text.replace("<b>1 B</b>", "").replace("<b>0 B</b>", "")
-    )
+    assert "<script>alert" not in text and "&lt;script&gt;alert" in text
+    assert "<b>" not in text.replace("<b>1 B</b>", "").replace("<b>0 B</b>", "")
 
 
 def test_the_tree_marks_where_it_goes_wrong(wrong: ParityReport) -> None:
@@ -114,11 +106,6 @@ def test_the_tree_marks_where_it_goes_wrong(wrong: ParityReport) -> None:
     assert "◀ first difference, backward" in page(report)
 
 
-def test_a_page_is_written(wrong: ParityReport, tmp_path: Path) -> None:
-    target = wrong.to_html(tmp_path / "parity.html")
-    assert target.read_text(encoding="utf-8").startswith("<!doctype html>")
-
-
 def test_an_assertion_names_every_wrong_tensor(wrong: ParityReport) -> None:
     with pytest.raises(AssertionError) as raised:
         assert_parity(**FAULT(c.stack()), **c.QUICK)
@@ -133,71 +120,3 @@ def test_the_fixture_passes_or_leaves_a_page(parity: Any, tmp_path: Path) -> Non
     with pytest.raises(AssertionError, match=r"gradient .*\n  the whole report: .*parity\.html"):
         parity(**at("layers_1", skipped)(c.stack()), **c.QUICK)
     assert (tmp_path / "parity.html").is_file()
-
-
-CASE = """
-import torch, numpy as np, flax.linen as nn
-rules = "weight -> params/kernel | linear"
-def same():
-    print("a word of the user's own")
-    return {"torch_module": torch.nn.Linear(3, 2, bias=False), "flax_module": nn.Dense(2, use_bias=False),
-            "inputs": np.ones((4, 3), np.float32) / 3, "rules": rules, "modes": "off"}
-def other():
-    return {**same(), "flax_call": lambda model, x: model(x) * 2}
-def lacking():
-    return {"torch_module": torch.nn.Linear(3, 2), "flaxmodule": nn.Dense(2)}
-def nothing():
-    return 3
-def from_file():
-    from remat_jax import porting
-    open("model.safetensors", "w").close()
-    return {**same(), "variables": porting.load("model.safetensors")}
-def of_transformers():
-    import transformers
-"""
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "port.py"
-    path.write_text(CASE.replace("model.safetensors", str(tmp_path / "model.safetensors")))
-    return path
-
-
-def test_the_command_passes_and_writes_a_page(file: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["parity", f"{file}:same", "--json", "--html", str(tmp_path / "out.html")])
-    assert done.exit_code == 0, done.output
-    data = json.loads(done.stdout)
-    assert data["passed"] and data["page"] == str(tmp_path / "out.html") and len(data["rows"]) == 4
-    assert "Parity: Linear (PyTorch) and Dense (Flax)" in (tmp_path / "out.html").read_text()
-
-
-@pytest.mark.parametrize(
-    ("missing", "name", "status", "message"),
-    [
-        ("torch", "same", 1, "parity compares with PyTorch, which is not installed: pip install 'remat_jax[torch]'"),
-        ("safetensors", "from_file", 2, "safetensors is not installed; pip install safetensors"),
-        ("transformers", "of_transformers", 2, "ModuleNotFoundError: import of transformers halted"),
-    ],
-)
-def test_the_command_says_what_is_not_installed(
-    file: Path, monkeypatch: pytest.MonkeyPatch, missing: str, name: str, status: int, message: str
-) -> None:
-    monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.delitem(sys.modules, "safetensors.numpy", raising=False)
-    done = CliRunner().invoke(app, ["parity", f"{file}:{name}"])
-    assert done.exit_code == status and message in done.stderr, done.output
-
-
-def test_the_command_exits_1_where_models_differ_and_2_for_bad_usage(file: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["parity", f"{file}:other"])
-    assert done.exit_code == 1 and "NOT PASSED" in done.stdout
-    for name, message in (
-        ("lacking", "lacks flax_module, inputs and has 'flaxmodule'"),
-        ("nothing", "gave a int: expected a dictionary of the arguments"),
-        ("nowhere", "has no 'nowhere'"),
-    ):
-        done = CliRunner().invoke(app, ["parity", f"{file}:{name}"])
-        assert done.exit_code == 2 and message in done.stderr, done.output
-    done = CliRunner().invoke(app, ["parity", f"{file}:same", "--html", str(tmp_path / "no" / "out.html")])
-    assert done.exit_code == 2 and "there is no folder" in done.stderr

@@ -12,45 +12,30 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests.compare import cases as c
+from parity_tests.compare.cases import GPT2, LLAMA, QUICK
+from parity_tests.small_pairs import Flax, finding, named
 from parity_tests.third_party import ports as p
-from parity_tests.third_party import test_bert, test_llama
+from parity_tests.third_party import test_bert
 from parity_tests.third_party.ports import Port
-from remat_jax.parity import ParityReport, compare
+from remat_jax.parity import compare
 from remat_jax.parity.capture_flax import trace_step
-from remat_jax.parity.masks import Signs, flax_masks, torch_masks
+from remat_jax.parity.comparison import failures
+from remat_jax.parity.masks import flax_masks, torch_masks
 
 X = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
 HIDDEN = np.array([[0, 0, 0, 1, 1], [0, 1, 0, 0, 0]], bool)
 ADDED = np.where(HIDDEN, -1e9, 0).astype(np.float32)
 
 
-def found(report: ParityReport) -> str:
-    return next(check.found for check in report.checks if check.name == "settings")
-
-
 def test_what_does_no_harm_is_told_and_fails_nothing() -> None:
     theirs = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2), torch.nn.Dropout(0.5)).eval()
-
-    class Flax(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            return nn.Dense(2)(nn.BatchNorm(True, momentum=0.99, epsilon=1e-5)(x))
-
-    report = compare(theirs, Flax(), X[0, :, :3], **c.QUICK)
+    ours = Flax(lambda m, x: nn.Dense(2)(nn.BatchNorm(True, momentum=0.99, epsilon=1e-5)(x)))
+    report = compare(theirs, ours, X[0, :, :3], **QUICK)
     assert report.passed, str(report)
     expected = {"path": "BatchNorm_0", "what": "momentum", "torch": "0.9", "flax": "0.99"}  # no rate of dropout
     assert report.differences == (expected,) and report.to_dict()["differences"] == [expected]
-    assert found(report) == "BatchNorm_0: momentum is 0.9 in PyTorch and 0.99 in Flax"
+    assert finding(report, "settings") == "BatchNorm_0: momentum is 0.9 in PyTorch and 0.99 in Flax"
     assert "Settings that differ" in str(report)
-
-
-class Norms(nn.Module):
-    epsilon: float = 1e-6
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return nn.Dense(4, name="head")(nn.LayerNorm(self.epsilon, name="norm")(x))
 
 
 def norms() -> torch.nn.Module:
@@ -58,13 +43,17 @@ def norms() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 4))
 
 
+def norms_flax(epsilon: float) -> Flax:
+    return Flax(lambda m, x: nn.Dense(4, name="head")(nn.LayerNorm(epsilon, name="norm")(x)))
+
+
 def test_settings_and_the_module_are_named_where_no_map_makes_the_models_agree() -> None:
     messages: list[str] = []
-    report = compare(norms(), Norms(), X, **c.QUICK, progress=lambda message, done, total: messages.append(message))
+    report = compare(norms(), norms_flax(1e-6), X, **QUICK, progress=lambda message, done, total: messages.append(message))
     assert report.weight_map == "not proven" and "no map makes the models agree" in report.checks[0].found
     assert re.match("NOT PASSED: the weight map is not proven; under the map that names suggest: .* tensors", report.verdict())
     assert [(difference["path"], difference["what"]) for difference in report.differences] == [("norm", "epsilon")]
-    assert report.divergences["forward"]["flax_path"] == "norm"
+    assert named(report, "forward", "flax_path") == ("norm",)
     assert messages[:3] == ["the settings of both models", "the PyTorch model in float64", "proposing a weight map"]
     assert "proposing a weight map: trying ways to convert the weights, 1" in messages
 
@@ -76,10 +65,14 @@ def test_settings_that_matter_are_named_beside_the_tensors() -> None:
         1.weight -> params/head/kernel | linear
         1.bias -> params/head/bias
     """
-    report = compare(norms(), Norms(), X, rules=rules, **c.QUICK)
-    assert not report.passed and report.divergences["forward"]["flax_path"] == "norm"
+    report = compare(norms(), norms_flax(1e-6), X, rules=rules, **QUICK)
+    assert not report.passed and named(report, "forward", "flax_path") == ("norm",)
+    assert "norm: epsilon is 1e-05 in PyTorch and 1e-06 in Flax" in failures(report)
     assert [(difference["path"], difference["what"]) for difference in report.differences] == [("norm", "epsilon")]
-    assert found(compare(norms(), Norms(1e-5), X, rules=rules, **c.QUICK)) == "no setting that modules state differs"
+    assert (
+        finding(compare(norms(), norms_flax(1e-5), X, rules=rules, **QUICK), "settings")
+        == "no setting that modules state differs"
+    )
 
 
 # Masks.
@@ -114,18 +107,11 @@ ATTENTION = """
 """
 
 
-def in_flax(call: Any, *arguments: Any) -> Signs:
-    """How the last argument enters the softmaxes of a function."""
-    step = trace_step(Called(call), {}, arguments, backward=False)
-    return flax_masks(step.jaxpr, {len(step.jaxpr.jaxpr.invars) - 1: "mask"}, step.recorder.paths)
-
-
-class Called(nn.Module):
-    function: Any
-
-    @nn.compact
-    def __call__(self, *arguments: Any) -> Any:
-        return self.function(*arguments)
+def ways_in_flax(call: Any, mask: np.ndarray, added: bool = False) -> list[int | None]:
+    """How a mask enters the softmaxes of a function."""
+    step = trace_step(Flax(lambda m, mask: call(mask).astype("float32")), {}, (mask,), backward=False)
+    signs = flax_masks(step.jaxpr, {0: "mask"}, step.recorder.paths, {"mask"} if added else set())
+    return list(signs.get("mask", {}))
 
 
 def heads(x: Any) -> Any:
@@ -157,8 +143,8 @@ IN_FLAX: dict[str, tuple[Any, int | None]] = {
 @pytest.mark.parametrize("name", IN_FLAX)
 def test_the_way_of_a_mask_in_flax(name: str) -> None:
     call, sign = IN_FLAX[name]
-    signs = in_flax(lambda m: call(m).astype("float32"), HIDDEN).get("mask", {})
-    assert list(signs) == [sign] if sign else len(signs) != 1
+    signs = ways_in_flax(call, HIDDEN)
+    assert signs == [sign] if sign else len(signs) != 1
 
 
 def torch_bias(m: torch.Tensor) -> torch.Tensor:
@@ -200,8 +186,7 @@ ADDED_IN_FLAX: dict[str, tuple[Any, int]] = {
 @pytest.mark.parametrize("name", ADDED_IN_FLAX)
 def test_the_way_of_a_mask_to_be_added_in_flax(name: str) -> None:
     call, sign = ADDED_IN_FLAX[name]
-    step = trace_step(Called(lambda m: call(m).astype("float32")), {}, (ADDED,), backward=False)
-    assert list(flax_masks(step.jaxpr, {0: "mask"}, step.recorder.paths, {"mask"})["mask"]) == [sign]
+    assert ways_in_flax(call, ADDED, added=True) == [sign]
 
 
 ADDED_IN_TORCH: dict[str, tuple[Any, int]] = {
@@ -226,7 +211,7 @@ def test_the_way_of_a_mask_to_be_added_in_pytorch(name: str) -> None:
 def test_a_mask_to_be_added_that_is_read_the_other_way_is_told(dtype: str) -> None:
     """Flax reads a mask as true and false: the true entries of PyTorch's additive mask are hidden."""
     mask = ADDED if dtype == "float32" else HIDDEN
-    report = compare(TorchAttends(), Attends(False), {"x": X, "hidden": mask}, rules=ATTENTION, **c.QUICK)
+    report = compare(TorchAttends(), Attends(False), {"x": X, "hidden": mask}, rules=ATTENTION, **QUICK)
     which = 0 if dtype == "float32" else 1
     [difference] = report.differences
     assert difference["what"] == f"a position where hidden is {which}" and not report.passed
@@ -244,7 +229,7 @@ def test_the_way_of_a_mask_in_pytorch(call: Any) -> None:
     assert torch.backends.mha.get_fastpath_enabled() == fast
 
 
-@pytest.mark.parametrize("port", [c.GPT2, test_bert.PORT, test_llama.PORTS["llama"]], ids=["gpt2", "bert", "llama"])
+@pytest.mark.parametrize("port", [GPT2, test_bert.PORT, LLAMA], ids=["gpt2", "bert", "llama"])
 def test_ports_read_their_masks_as_transformers_does(port: Port) -> None:
     inputs = p.tensors(port.inputs, "float32")
     model = p.make_torch(port, "float32")
@@ -259,7 +244,7 @@ def test_ports_read_their_masks_as_transformers_does(port: Port) -> None:
 
 @pytest.mark.parametrize("true_hides", [True, False])
 def test_a_mask_read_the_other_way_is_told_with_its_module(true_hides: bool) -> None:
-    report = compare(TorchAttends(), Attends(true_hides), {"x": X, "hidden": HIDDEN}, rules=ATTENTION, **c.QUICK)
+    report = compare(TorchAttends(), Attends(true_hides), {"x": X, "hidden": HIDDEN}, rules=ATTENTION, **QUICK)
     assert report.passed == true_hides and report.proves
     expected = {"path": "attention", "what": "a position where hidden is 1", "torch": "hidden", "flax": "shown"}
     assert report.differences == (() if true_hides else (expected,))

@@ -10,77 +10,52 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests.compare.cases import run
+from parity_tests.compare.cases import QUICK, run
+from parity_tests.small_pairs import DENSE, Flax, Torch, linears, named
+from parity_tests.small_pairs import SERIES as X
 
-FLOAT64: dict[str, Any] = {"modes": "off", "dtypes": "float64", "memory": False}
-X = np.random.default_rng(0).normal(size=(6, 5, 4)).astype(np.float32)
-
+NORM = "norm.weight -> params/norm/scale\nnorm.bias -> params/norm/bias\n"
 
 # A mask of the least number.
 
 
-class BiasTorch(torch.nn.Module):
+def biased_torch() -> Torch:
     """Terms added to scores: a learnt bias, and the least number where a key follows its query."""
+    later = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    bias = Torch(
+        lambda m, x: m.bias + torch.zeros_like(m.bias).masked_fill(later, torch.finfo(x.dtype).min),
+        bias=torch.nn.Parameter(torch.randn(5, 5)),
+    )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = torch.nn.Parameter(torch.randn(5, 5))
+    def run(module: Torch, x: torch.Tensor) -> torch.Tensor:
+        x = module.norm(x)
+        return module.linear((x @ x.mT + module.bias(x)).softmax(-1) @ x)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        later = torch.ones(5, 5, dtype=torch.bool).triu(1)
-        return self.bias + torch.zeros_like(self.bias).masked_fill(later, torch.finfo(x.dtype).min)
-
-
-class BiasedTorch(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias, self.norm, self.linear = BiasTorch(), torch.nn.LayerNorm(4), torch.nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(x)
-        weights = (x @ x.transpose(1, 2) + self.bias(x)).softmax(-1)
-        return self.linear(weights @ x)
+    return Torch(run, bias=bias, norm=torch.nn.LayerNorm(4), **linears(4, "linear"))
 
 
 class Bias(nn.Module):
-    scale: float = 1.0
+    scale: float
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        later = ~jnp.tri(5, dtype=bool)
         bias = self.param("bias", nn.initializers.normal(), (5, 5))
-        return jnp.where(later, jnp.finfo(x.dtype).min, self.scale * bias)
+        return jnp.where(~jnp.tri(5, dtype=bool), jnp.finfo(x.dtype).min, self.scale * bias)
 
 
-class Biased(nn.Module):
-    """`BiasedTorch` in Flax; another `epsilon` makes the norm wrong, another `scale` the bias."""
+@pytest.mark.parametrize(("epsilon", "scale", "wrong"), [(1e-5, 1.0, None), (1e-3, 1.0, ("norm",)), (1e-5, 0.999, ("bias",))])
+def test_a_mask_of_the_least_number_hides_no_fault(epsilon: float, scale: float, wrong: Any) -> None:
+    """Errors are not measured relative to the size of the mask or of another tensor."""
 
-    epsilon: float = 1e-5
-    scale: float = 1.0
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        x = nn.LayerNorm(epsilon=self.epsilon, name="norm")(x)
-        weights = nn.softmax(x @ x.transpose(0, 2, 1) + Bias(self.scale, name="bias")(x))
+    def biased(module: nn.Module, x: Any) -> Any:
+        x = nn.LayerNorm(epsilon=epsilon, name="norm")(x)
+        weights = nn.softmax(x @ x.mT + Bias(scale, name="bias")(x))
         return nn.Dense(4, name="linear")(weights @ x)
 
-
-BIAS = """
-    bias.bias -> params/bias/bias
-    norm.weight -> params/norm/scale
-    norm.bias -> params/norm/bias
-    linear.weight -> params/linear/kernel | linear
-    linear.bias -> params/linear/bias
-"""
-
-
-@pytest.mark.parametrize(("wrong", "named"), [({}, None), ({"epsilon": 1e-3}, "norm"), ({"scale": 0.999}, "bias")])
-def test_a_mask_of_the_least_number_hides_no_fault(wrong: dict[str, float], named: str | None) -> None:
-    """Errors are not measured relative to the size of the mask or of another tensor."""
-    report = run({"torch_module": BiasedTorch(), "flax_module": Biased(**wrong), "inputs": X, "rules": BIAS, **FLOAT64})
-    assert report.passed == (not wrong), str(report)
-    divergence = report.divergences.get("forward")
-    assert (divergence and divergence["flax_path"]) == named
+    rules = f"bias.bias -> params/bias/bias\n{NORM}{DENSE.replace('{name}', 'linear')}"
+    report = run({"torch_module": biased_torch(), "flax_module": Flax(biased), "inputs": X, "rules": rules}, **QUICK)
+    assert report.passed == (wrong is None), str(report)
+    assert named(report, "forward", "flax_path") == wrong
 
 
 # Keywords, and faults at the root.
@@ -114,16 +89,15 @@ class Root(nn.Module):
         return {"states": x, "first": self.factor * x[:, 1], "pooled": nn.Dense(4, name="head")(x[:, self.pooled])}
 
 
-ROOT = """
-    tokens.weight -> params/tokens/embedding
-    positions.weight -> params/positions/embedding
-    norm.weight -> params/norm/scale
-    norm.bias -> params/norm/bias
-    head.weight -> params/head/kernel | linear
-    head.bias -> params/head/bias
-"""
+EMBED = "{n}.weight -> params/{n}/embedding\n"
+ROOT = EMBED.format(n="tokens") + EMBED.format(n="positions") + NORM + DENSE.replace("{name}", "head")
 TOKENS = np.random.default_rng(2).integers(0, 9, (2, 5))
 MASK = np.array([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
+
+
+def rooted(flax: Root) -> dict[str, Any]:
+    inputs = {"tokens": TOKENS, "mask": MASK}
+    return {"torch_module": RootTorch(), "flax_module": flax, "inputs": inputs, "rules": ROOT, **QUICK}
 
 
 @pytest.mark.parametrize(
@@ -137,19 +111,12 @@ MASK = np.array([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
 )
 def test_a_fault_at_the_root_is_named_by_its_tensor(wrong: dict[str, Any], what: str | None) -> None:
     """The report does not blame the inputs: keywords are paired by their names."""
-    case = {"torch_module": RootTorch(), "flax_module": Root(**wrong), "inputs": {"tokens": TOKENS, "mask": MASK}}
-    report = run(case, rules=ROOT, **FLOAT64)
+    report = run(rooted(Root(**wrong)))
     assert report.passed == (not wrong), str(report)
-    divergence = report.divergences.get("forward")
-    assert (divergence and (divergence["flax_path"], divergence["what"], divergence["note"])) == (what and ("", what, ""))
+    assert named(report, "forward", "flax_path", "what", "note") == (what and ("", what, ""))
 
 
 def test_other_inputs_are_named_by_their_keyword() -> None:
-    def call(model: Any, tokens: Any, mask: Any) -> Any:
-        return model(tokens=tokens, mask=jnp.ones_like(mask))
-
-    case = {"torch_module": RootTorch(), "flax_module": Root(), "inputs": {"tokens": TOKENS, "mask": MASK}}
-    report = run(case, rules=ROOT, flax_call=call, **FLOAT64)
-    divergence = report.divergences["forward"]
-    assert (divergence["flax_path"], divergence["what"]) == ("", "input mask")
-    assert divergence["note"] == "the two models get different inputs"
+    report = run(rooted(Root()), flax_call=lambda model, tokens, mask: model(tokens=tokens, mask=jnp.ones_like(mask)))
+    expected = ("", "input mask", "the two models get different inputs")
+    assert named(report, "forward", "flax_path", "what", "note") == expected

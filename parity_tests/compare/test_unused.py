@@ -13,34 +13,26 @@ import pytest
 import torch
 from flax import nnx
 
-from parity_tests.compare import cases as c
+from parity_tests.compare.cases import QUICK
+from parity_tests.small_pairs import DENSE, Torch, finding
+from parity_tests.small_pairs import Flax as FlaxOf
 from remat_jax import porting
 from remat_jax.errors import PortingError
-from remat_jax.parity import Check, ParityReport, compare
+from remat_jax.parity import ParityReport, compare
 from remat_jax.warning import RematWarning
 
-RULES = "mask_token -> params/mask_token\nlinear.weight -> params/linear/kernel | linear\nlinear.bias -> params/linear/bias"
+RULES = f"mask_token -> params/mask_token\n{DENSE.replace('{name}', 'linear')}"
 X = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
 
 
-class Torch(torch.nn.Module):
+def masking(times_zero: bool = False) -> Torch:
     """A token for masked patches, as in DINOv2, without a mask that uses it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask_token, self.linear = torch.nn.Parameter(torch.randn(1, 3)), torch.nn.Linear(3, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
-
-
-class TorchTimesZero(Torch):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x + 0 * self.mask_token)
+    parts = {"mask_token": torch.nn.Parameter(torch.randn(1, 3)), "linear": torch.nn.Linear(3, 2)}
+    return Torch(lambda m, x: m.linear(x + 0 * m.mask_token if times_zero else x), **parts)
 
 
 class Flax(nn.Module):
-    """As `Torch`; its mask token, if any, is multiplied by `share` and added."""
+    """As `masking`; its mask token, if any, is multiplied by `share` and added."""
 
     share: float | None = None
     name_of_token: str = "mask_token"
@@ -61,13 +53,8 @@ class FlaxNnx(nnx.Module):
 
 def run(flax: Any, torch_module: Any = None, **options: Any) -> ParityReport:
     torch.manual_seed(0)
-    return compare(
-        **{"torch_module": torch_module or Torch(), "flax_module": flax, "inputs": X, "rules": RULES, **c.QUICK, **options}
-    )
-
-
-def gradients(report: ParityReport) -> Check:
-    return next(check for check in report.checks if check.name == "gradients")
+    pair = {"torch_module": torch_module or masking(), "flax_module": flax, "inputs": X, "rules": RULES}
+    return compare(**{**pair, **QUICK, **options})
 
 
 @pytest.mark.parametrize("flax", [Flax(), FlaxNnx()], ids=["linen", "nnx"])
@@ -75,19 +62,17 @@ def test_what_neither_model_uses_is_a_note(flax: Any) -> None:
     blocks = {"torch_blocks": torch.nn.Linear, "flax_blocks": nn.Dense if isinstance(flax, Flax) else nnx.Linear}
     report = run(flax, modes=("off", "checkpoint"), dtypes=("float64", "float32"), optimizer="adamw", **blocks)
     assert report.passed, str(report)
-    assert gradients(report).found == "2 parameters, none with a gradient of 0; unused by both, not compared: mask_token"
+    assert finding(report, "gradients") == "2 parameters, none with a gradient of 0; unused by both, not compared: mask_token"
     assert {row.name for row in report.rows if row.kind == "gradient"} == {"linear.weight", "linear.bias", "input:0"}
     assert not any("mask_token" in row.name for row in report.rows)
 
 
 @pytest.mark.parametrize(
-    ("flax", "module"),
-    [(Flax(), TorchTimesZero), (Flax(0.0), Torch), (Flax(0.0), TorchTimesZero)],
-    ids=["torch", "flax", "both"],
+    ("flax", "times_zero"), [(Flax(), True), (Flax(0.0), False), (Flax(0.0), True)], ids=["torch", "flax", "both"]
 )
-def test_a_gradient_that_happens_to_be_zero_still_fails(flax: Any, module: Any) -> None:
-    report = run(flax, module())
-    assert not report.passed and "prove nothing about mask_token" in gradients(report).found
+def test_a_gradient_that_happens_to_be_zero_still_fails(flax: Any, times_zero: bool) -> None:
+    report = run(flax, masking(times_zero))
+    assert not report.passed and "prove nothing about mask_token" in finding(report, "gradients")
 
 
 def test_a_weight_that_only_flax_uses_differs() -> None:
@@ -96,45 +81,41 @@ def test_a_weight_that_only_flax_uses_differs() -> None:
 
 
 def test_where_all_weights_are_unused_nothing_is_proved() -> None:
-    class Idle(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            Flax(name="inner")(x)
-            return x**2
+    def idle(module: nn.Module, x: Any) -> Any:
+        Flax(name="inner")(x)
+        return x**2
 
     rules = RULES.replace("params/", "params/inner/")
-    report = run(Idle(), rules=rules, torch_call=lambda model, x: x**2)
-    assert not report.passed and not report.proves and "every gradient is 0" in gradients(report).found
+    report = run(FlaxOf(idle), rules=rules, torch_call=lambda model, x: x**2)
+    assert not report.passed and not report.proves and "every gradient is 0" in finding(report, "gradients")
 
 
 def test_a_map_is_proposed_for_it_where_only_one_is_possible() -> None:
     with pytest.warns(RematWarning, match="mask_token: the outputs do not depend on it, so its place follows from name, shape"):
-        assert "mask_token -> params/mask_token" in str(porting.propose(Torch(), Flax(), X))
+        assert "mask_token -> params/mask_token" in str(porting.propose(masking(), Flax(), X))
     report = run(Flax(), rules="auto")  # the report says that the token is not compared
-    assert report.passed and "not compared: mask_token" in gradients(report).found
+    assert report.passed and "not compared: mask_token" in finding(report, "gradients")
 
 
 def test_no_map_is_proposed_where_the_name_is_another() -> None:
     with pytest.raises(PortingError, match="the outputs do not depend on mask_token.*\n  mask_token -> params/bottleneck"):
-        porting.propose(Torch(), Flax(name_of_token="bottleneck"), X)
+        porting.propose(masking(), Flax(name_of_token="bottleneck"), X)
 
 
 @pytest.mark.parametrize("names", [("mask_token", "class_token"), ("masking_token", "classing_token")])
 def test_no_map_is_proposed_where_shapes_and_names_leave_two_places(names: tuple[str, str]) -> None:
-    class Two(Flax):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            for name in names:
-                self.param(name, nn.initializers.normal(), (1, 3))
-            return nn.Dense(2, name="linear")(x)
+    def two(module: nn.Module, x: Any) -> Any:
+        for name in names:
+            module.param(name, nn.initializers.normal(), (1, 3))
+        return nn.Dense(2, name="linear")(x)
 
-    module = Torch()
+    module = masking()
     module.class_token = torch.nn.Parameter(torch.zeros(1, 3))
     if names[0] == "mask_token":
-        assert porting.propose(module, Two(), X)
+        assert porting.propose(module, FlaxOf(two), X)
     else:
         with pytest.raises(PortingError, match="do not depend on mask_token, class_token"):
-            porting.propose(module, Two(), X)
+            porting.propose(module, FlaxOf(two), X)
 
 
 def test_what_only_flax_has_is_named_by_a_rule() -> None:
@@ -155,35 +136,25 @@ def test_what_only_flax_has_is_named_by_a_rule() -> None:
 # A ReLU that no input reaches.
 
 
-class Gated(torch.nn.Module):
-    """A gate as in small convolutional models: with these weights its ReLU is 0 for every input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.down, self.up = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)
-        self.down.bias.data.fill_(-9)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * self.up(self.down(x).relu()).sigmoid()
-
-
-class GatedFlax(nn.Module):
-    factor: float = 1.0
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        gate = nn.relu(nn.Dense(2, name="down")(x)) * self.factor
+def gated_flax(factor: float) -> FlaxOf:
+    def run(module: nn.Module, x: Any) -> Any:
+        gate = nn.relu(nn.Dense(2, name="down")(x)) * factor
         return nn.Dense(2, name="linear")(x) * nn.sigmoid(nn.Dense(2, name="up")(gate))
 
-
-GATED = "{name}.weight -> params/{name}/kernel | linear\n{name}.bias -> params/{name}/bias"
+    return FlaxOf(run)
 
 
 def test_a_gradient_that_is_zero_by_chance_is_compared_with_random_weights() -> None:
-    report = run(GatedFlax(), Gated(), rules=GATED)
+    """A gate as in small convolutional models: with these weights its ReLU is 0 for every input."""
+    parts = {"linear": torch.nn.Linear(3, 2), "down": torch.nn.Linear(3, 2), "up": torch.nn.Linear(2, 2)}
+    gated = Torch(lambda m, x: m.linear(x) * m.up(m.down(x).relu()).sigmoid(), **parts)
+    gated.down.bias.data.fill_(-9)
+    gated.linear.weight.data *= 4  # the largest weights are planted, and the others do not matter
+    report = run(gated_flax(1.0), gated, rules=DENSE)
     assert report.passed, str(report)
     dead = "down.weight, down.bias, up.weight"
-    assert gradients(report).found == f"6 parameters, 0 with these weights, and equal with random ones: {dead}"
-    wrong = run(GatedFlax(2.0), Gated(), rules=GATED)
+    expected = f"6 parameters, 0 with these weights, and equal with random ones: {dead}"
+    assert finding(report, "gradients") == expected
+    wrong = run(gated_flax(2.0), gated, rules=DENSE)
     assert not wrong.passed and all(row.passed for row in wrong.rows)
-    assert re.search(f"prove nothing about {dead}; with random weights, .* is .* off", gradients(wrong).found)
+    assert re.search(f"prove nothing about {dead}; with random weights, .* is .* off", finding(wrong, "gradients"))

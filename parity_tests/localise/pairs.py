@@ -22,22 +22,21 @@ def changed(tree: Any, path: str, change: Any) -> Any:
     return {**tree, first: changed(tree[first], rest, change) if rest else change(tree[first])}
 
 
-def of_port(port: Port, *, scan: bool = False, mode: str = "off", variables: Any = None, **options: Any) -> Divergences:
+def of_port(port: Port, *, scan: bool = False, variables: Any = None, **options: Any) -> Divergences:
     """The divergences between an original and its port as it is now, with the given weights or the right ones."""
     model = p.make_torch(port, "float64")
     with jax.enable_x64(True):
         variables = p.variables(port, scan, "float64") if variables is None else variables
         arguments = port.arguments(port.inputs)
-    with p.in_mode(port, model, mode):
-        return first_divergences(
-            model,
-            port.make_flax(port.config, scan=scan),
-            variables,
-            dict(port.inputs),
-            flax_inputs=arguments,
-            torch_call=lambda module, **inputs: p.torch_outputs(port, module, inputs),
-            **options,
-        )
+    return first_divergences(
+        model,
+        port.make_flax(port.config, scan=scan),
+        variables,
+        dict(port.inputs),
+        flax_inputs=arguments,
+        torch_call=lambda module, **inputs: p.torch_outputs(port, module, inputs),
+        **options,
+    )
 
 
 def of_decoder(*, scan: bool = False, change: Any = None, loss: Any = None, **options: Any) -> Divergences:

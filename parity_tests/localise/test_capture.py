@@ -120,11 +120,12 @@ class Model(nn.Module):
         return scan(kind(name="layers"), x)[0]
 
 
-@pytest.mark.parametrize("policy", [None, "full", "slope: save"])
-@pytest.mark.parametrize("form", ["plain", "remat", "scan", "scan of remat"])
+@pytest.mark.parametrize(
+    ("form", "policy"),
+    [("plain", None), ("remat", None), ("scan of remat", None), ("plain", "full"), ("scan", "full"), ("scan", "save: *slope*")],
+)
 def test_flax_layers_are_there_once_and_one_by_one(form: str, policy: str | None) -> None:
     model: Any = Model(form)
-    policy = "save: *slope*" if policy == "slope: save" else policy
     with jax.enable_x64(True):
         x = jnp.asarray(X)
         variables = model.init(jax.random.key(0), x)
@@ -159,41 +160,31 @@ def test_a_function_that_was_jitted_and_traced_before_is_seen_again() -> None:
 class Looped(nn.Module):
     """x times a number from a loop over x that adds the slope until the sum is 9 or more; the loop has no gradient."""
 
+    branches: bool
+
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         def add(module: nn.Module, carried: jax.Array) -> jax.Array:
-            return carried + Slope(name="slope")(carried)
+            slope = Slope(name="slope")
+            if not self.branches:
+                return carried + slope(carried)
+            return nn.cond(jnp.sum(carried) > 0, lambda slope, c: c + slope(c), lambda slope, c: c, slope, carried)
 
         return x * nn.while_loop(lambda _, carried: jnp.sum(carried) < 9, add, self, jax.lax.stop_gradient(x))
 
 
-def test_what_runs_in_a_while_loop_is_said_to_be_hidden() -> None:
+@pytest.mark.parametrize("branches", [False, True])
+def test_what_runs_in_a_while_loop_or_in_a_branch_inside_is_said_to_be_hidden(branches: bool) -> None:
     x, scale = jnp.ones((1, 3)), {"params": {"slope": {"scale": jnp.ones(())}}}
-    trace = capture_flax(Looped(), scale, (x,), jnp.sum, call=lambda model, v, x: model.apply(jax.lax.stop_gradient(v), x))
+    trace = capture_flax(
+        Looped(branches), scale, (x,), jnp.sum, call=lambda model, v, x: model.apply(jax.lax.stop_gradient(v), x)
+    )
     assert trace.hidden == ("slope",) and [call.name for call in trace.calls] == [""]
     carried = np.ones((1, 3))
     while carried.sum() < 9:
         carried = carried + np.tanh(carried)
     assert np.allclose(trace[""].outputs[0], carried, rtol=1e-6)
     assert trace[""].input_cotangents[0] is not None and np.allclose(trace[""].input_cotangents[0], carried, rtol=1e-6)
-
-
-class Branched(nn.Module):
-    """x times a number from a loop over x; the slope is added in a branch inside the loop."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        def add(module: nn.Module, carried: jax.Array) -> jax.Array:
-            slope = Slope(name="slope")
-            return nn.cond(jnp.sum(carried) > 0, lambda slope, c: c + slope(c), lambda slope, c: c, slope, carried)
-
-        return x * nn.while_loop(lambda _, carried: jnp.sum(carried) < 9, add, self, jax.lax.stop_gradient(x))
-
-
-def test_a_branch_inside_a_loop_is_hidden_too() -> None:
-    x, scale = jnp.ones((1, 3)), {"params": {"slope": {"scale": jnp.ones(())}}}
-    call = lambda model, v, x: model.apply(jax.lax.stop_gradient(v), x)  # noqa: E731
-    assert capture_flax(Branched(), scale, (x,), jnp.sum, call=call).hidden == ("slope",)
 
 
 class Normed(nn.Module):

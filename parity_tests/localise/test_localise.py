@@ -18,6 +18,7 @@ from examples.models import nnx as nnx_models
 from parity_tests import support as s
 from parity_tests.localise import pairs
 from parity_tests.localise.pairs import changed, of_decoder, of_port, shown, times_backwards
+from parity_tests.small_pairs import Flax
 from parity_tests.third_party import ports as p
 from parity_tests.third_party import test_gpt2
 from remat_jax.errors import ArgumentError
@@ -35,25 +36,16 @@ def test_a_right_port_raises_no_alarm_where_errors_do_not_add_up() -> None:
     assert len(layers) == 2, divergences.matched
 
 
-def test_no_alarm_through_checkpoints_of_both() -> None:
-    divergences = of_port(
-        GPT2, scan=True, mode="checkpoint", transform=lambda f: rj.checkpoint_blocks(f, {gpt2.GPT2Block: "full"})
-    )
-    assert divergences.none and len(divergences.matched) == 22
-
-
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
-def test_nnx(scan: bool) -> None:
-    options = {**s.SIZES["ByteDecoder"], "scan": scan}
+def test_nnx() -> None:
+    options = {**s.SIZES["ByteDecoder"], "scan": True}
     model = nnx.eval_shape(lambda: nnx_models.ByteDecoder(**options, rngs=nnx.Rngs(0)))
     with jax.enable_x64(True):
-        model = weights.load_nnx(model, s.parameters("ByteDecoder", scan))
+        model = weights.load_nnx(model, s.parameters("ByteDecoder", True))
     divergences = first_divergences(s.torch_model("ByteDecoder"), model, None, (pairs.tokens(),))
     assert divergences.none and {"layers/0/ffn/up", "layers/1/norm2", "head"} <= {*divergences.matched.values()}
-
     with jax.enable_x64(True):
-        bias = model.layers.norm2.bias if scan else model.layers[1].norm2.bias
-        bias.set_value(bias.get_value() + (np.array([[0.0], [1e-6]]) if scan else 1e-6))
+        bias = model.layers.norm2.bias
+        bias.set_value(bias.get_value() + np.array([[0.0], [1e-6]]))
     divergences = first_divergences(s.torch_model("ByteDecoder"), model, None, (pairs.tokens(),))
     assert shown(divergences) == ("layers/1/norm2", None)
 
@@ -61,14 +53,10 @@ def test_nnx(scan: bool) -> None:
 # Wrong weights.
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
-def test_a_missed_transpose_of_a_square_kernel(scan: bool) -> None:
-    def second(x: np.ndarray) -> np.ndarray:
-        return np.stack([x[0], x[1].T]) if scan else x.T
-
-    path = "layers/self_attn/out_proj/kernel" if scan else "layers_1/self_attn/out_proj/kernel"
-    divergences = of_decoder(scan=scan, change=lambda tree: changed(tree, path, second))
-    assert shown(divergences) == ("layers/1/self_attn/out_proj" if scan else "layers_1/self_attn/out_proj", None)
+def test_a_missed_transpose_of_a_square_kernel() -> None:
+    path = "layers/self_attn/out_proj/kernel"
+    divergences = of_decoder(scan=True, change=lambda tree: changed(tree, path, lambda x: np.stack([x[0], x[1].T])))
+    assert shown(divergences) == ("layers/1/self_attn/out_proj", None)
     assert divergences.forward is not None and divergences.forward.error > 0.1 * divergences.forward.reference
     assert divergences.forward.torch_path == "decoder/layers/1/self_attn/out_proj"
 
@@ -102,8 +90,7 @@ def test_a_layer_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
 # Right forwards, wrong backwards. The last layer is the first of the backward pass.
 
 
-@pytest.mark.parametrize("policy", [None, "full"], ids=["", "checkpointed"])
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
+@pytest.mark.parametrize(("scan", "policy"), [(False, None), (True, "full")], ids=["unrolled", "checkpointed scan"])
 def test_a_sign_flipped(monkeypatch: pytest.MonkeyPatch, scan: bool, policy: str | None) -> None:
     right = gpt2.attention
     monkeypatch.setattr(gpt2, "attention", lambda *args: times_backwards(right(*args), -1.0))
@@ -141,37 +128,20 @@ def test_a_mapping_wins(tmp_path: Any) -> None:
     assert "head" in divergences.unmatched_torch and "head" in divergences.unmatched_flax
 
 
-def test_other_inputs_are_named_as_such() -> None:
-    divergences = of_decoder(flax_inputs=(pairs.tokens()[:, ::-1].copy(),))
-    assert divergences.forward is not None and (divergences.forward.flax_path, divergences.forward.what) == ("", "input tokens")
-    assert divergences.forward.note == "the two models get different inputs"
-
-
-class TwoOfTorch(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 3)
-
-
-class TwoOfFlax(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return nn.Dense(3, name="second")(nn.Dense(4, name="first")(x))
-
-
 @pytest.mark.parametrize("fault", ["", "first", "second"])
 def test_a_torch_call_may_call_submodules_alone(fault: str) -> None:
-    model = TwoOfTorch()
-    layers = {name: getattr(model, name) for name in ("first", "second")}
+    layers = {"first": torch.nn.Linear(3, 4), "second": torch.nn.Linear(4, 3)}
+    model = torch.nn.ModuleDict(layers)
+    ours = Flax(lambda m, x: nn.Dense(3, name="second")(nn.Dense(4, name="first")(x)))
     params = {
         name: {"kernel": layer.weight.detach().numpy().T.copy(), "bias": layer.bias.detach().numpy() + (name == fault)}
         for name, layer in layers.items()
     }
-    through = lambda module, x: module.second(module.first(x))  # noqa: E731
-    divergences = first_divergences(model, TwoOfFlax(), {"params": params}, (np.ones((2, 3)),), torch_call=through)
+    through = lambda module, x: module["second"](module["first"](x))  # noqa: E731
+    divergences = first_divergences(model, ours, {"params": params}, (np.ones((2, 3)),), torch_call=through)
     assert (divergences.forward.torch_path if divergences.forward else "") == fault and set(divergences.matched) >= set(layers)
     with pytest.raises(ArgumentError, match=r"outputs of shapes \[\(2, 4\)\] .PyTorch. and \[\(2, 3\)\]"):
-        first_divergences(model, TwoOfFlax(), {"params": params}, (np.ones((2, 3)),), torch_call=lambda m, x: m.first(x))
+        first_divergences(model, ours, {"params": params}, (np.ones((2, 3)),), torch_call=lambda m, x: m["first"](x))
 
 
 def test_wrong_use_is_an_error() -> None:

@@ -19,16 +19,21 @@ from remat_jax.errors import ArgumentError
 from remat_jax.parity import excite
 from remat_jax.parity.semantics import differences, torch_facts
 
+Setting = tuple[str, str, Any, Any]
 
-def of_port(port: Any, **changes: Any) -> list[tuple[str, str, Any, Any]]:
+
+def settings(theirs: Any, ours: Any, variables: Any, *inputs: Any) -> list[Setting]:
+    """The path, the name and both values of each setting that differs."""
+    return [(each.path, each.what, each.torch, each.flax) for each in differences(theirs, ours, variables, inputs)]
+
+
+def of_port(port: Any, **changes: Any) -> list[Setting]:
     model = port.make_flax(port.config, **changes)
     inputs = port.arguments(p.batch(port, "float32")[0])
-    settings_that_differ = differences(p.make_torch(port, "float32").eval(), model, p.shapes(port, model, port.inputs), inputs)
-    return [(setting.path, setting.what, setting.torch, setting.flax) for setting in settings_that_differ]
+    return settings(p.make_torch(port, "float32").eval(), model, p.shapes(port, model, port.inputs), *inputs)
 
 
-@pytest.mark.parametrize("port", [test_gpt2.PORT, test_bert.PORT], ids=["gpt2", "bert"])
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
+@pytest.mark.parametrize(("port", "scan"), [(test_gpt2.PORT, False), (test_bert.PORT, True)], ids=["gpt2", "bert-scan"])
 def test_right_ports_do_not_differ(port: Any, scan: bool) -> None:
     assert of_port(port, scan=scan) == []
 
@@ -66,13 +71,10 @@ class Small(nn.Module):
         return head(x.mean((1, 2)))
 
 
-class Theirs(torch.nn.Module):
+def theirs() -> torch.nn.Module:
     """`Small` in PyTorch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = torch.nn.Conv2d(3, 4, 3, stride=2, padding=1), torch.nn.BatchNorm2d(4)
-        self.drop, self.head = torch.nn.Dropout(0.25), torch.nn.Linear(4, 3)
+    parts = {"conv": torch.nn.Conv2d(3, 4, 3, stride=2, padding=1), "norm": torch.nn.BatchNorm2d(4)}
+    return torch.nn.ModuleDict(parts | {"drop": torch.nn.Dropout(0.25), "head": torch.nn.Linear(4, 3)})
 
 
 ALGORITHM = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
@@ -96,16 +98,12 @@ def test_each_setting(name: str) -> None:
     changes, expected = CHANGES[name]
     model, x = Small(**changes), jax.ShapeDtypeStruct((2, 8, 8, 3), jnp.float32)
     variables = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.ones(x.shape)))
-    differing = [
-        (setting.path, setting.what, setting.torch, setting.flax)
-        for setting in differences(Theirs().eval(), model, variables, (x,))
-    ]
-    assert differing == ([] if expected is None else [expected])
+    assert settings(theirs().eval(), model, variables, x) == ([] if expected is None else [expected])
 
 
 def test_running_statistics_and_those_of_the_batch() -> None:
     model, x = Small(), jnp.ones((2, 8, 8, 3))
-    [setting] = differences(Theirs().train(), model, model.init(jax.random.key(0), x), (x,))
+    [setting] = differences(theirs().train(), model, model.init(jax.random.key(0), x), (x,))
     assert str(setting) == "norm: statistics is of the batch in PyTorch and running in Flax"
 
 
@@ -138,12 +136,12 @@ class CausalConv(torch.nn.Module):
 
 
 def test_modules_without_the_usual_attributes_are_read_as_far_as_they_go() -> None:
-    theirs = torch.nn.ModuleDict({"up": torch.nn.ConvTranspose2d(3, 3, 2, 2), "frozen": FrozenBatchNorm()})
+    upsampling = torch.nn.ModuleDict({"up": torch.nn.ConvTranspose2d(3, 3, 2, 2), "frozen": FrozenBatchNorm()})
     x = jax.ShapeDtypeStruct((1, 4, 4, 3), jnp.float32)
     for strides, expected in ((2, []), (1, ["up: strides is (2, 2) in PyTorch and (1, 1) in Flax"])):
         model = Upsampling(strides)
         variables = jax.eval_shape(lambda model=model: model.init(jax.random.key(0), jnp.ones(x.shape)))
-        assert [str(setting) for setting in differences(theirs, model, variables, (x,))] == expected
+        assert [str(setting) for setting in differences(upsampling, model, variables, (x,))] == expected
     assert torch_facts(CausalConv()) == {"bias": False, "precision": "highest", "dtype": "float32"}
 
 

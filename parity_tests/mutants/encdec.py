@@ -181,18 +181,15 @@ class Stack(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """As `TorchEncoderDecoder`; positions begin at `first_place`, and the token `pooled` is pooled."""
-
-    first_place: int = 0
-    pooled: int = 0
+    """As `TorchEncoderDecoder`."""
 
     @nn.compact
     def __call__(self, mask: jax.Array, targets: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
         embed, length = nn.Embed(TOKENS, WIDTH, name="embed"), tokens.shape[1]
-        places = nn.Embed(PLACES, WIDTH, name="positions")(self.first_place + jnp.arange(length))
+        places = nn.Embed(PLACES, WIDTH, name="positions")(jnp.arange(length))
         near = Relative(name="relative")(length)
         seen = padding_bias(mask, near.dtype)
         states = Stack(1, name="encoder")(embed(tokens) + places, near + seen)
         made = Stack(2, name="decoder")(embed(targets) + places, causal_bias(near), states, seen)
         logits = nn.Dense(TOKENS, use_bias=False, name="head")(made) * WIDTH**-0.5
-        return {"logits": logits, "pooled": jnp.tanh(nn.Dense(WIDTH, name="pooler")(states[:, self.pooled]))}
+        return {"logits": logits, "pooled": jnp.tanh(nn.Dense(WIDTH, name="pooler")(states[:, 0]))}

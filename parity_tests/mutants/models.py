@@ -22,19 +22,22 @@ from parity_tests.third_party.ports import Port
 QUICK: dict[str, Any] = {"modes": "off", "dtypes": "float64", "memory": False}
 """A comparison of one second: faults in float64 need no other dtype or mode."""
 
-DECODER = """
+STACK = """
+    layers.{i}.self_attn.in_proj_weight -> params/layers_{i}/self_attn/in_proj/kernel | linear
+    layers.{i}.self_attn.in_proj_bias -> params/layers_{i}/self_attn/in_proj/bias
+    layers.{i}.self_attn.out_proj.weight -> params/layers_{i}/self_attn/out_proj/kernel | linear
+    layers.{i}.self_attn.out_proj.bias -> params/layers_{i}/self_attn/out_proj/bias
+    layers.{i}.ffn.0.weight -> params/layers_{i}/ffn/up/kernel | linear
+    layers.{i}.ffn.0.bias -> params/layers_{i}/ffn/up/bias
+    layers.{i}.ffn.2.weight -> params/layers_{i}/ffn/down/kernel | linear
+    layers.{i}.ffn.2.bias -> params/layers_{i}/ffn/down/bias
+    layers.{i}.norm{n}.weight -> params/layers_{i}/norm{n}/scale
+    layers.{i}.norm{n}.bias -> params/layers_{i}/norm{n}/bias
+"""
+DECODER = f"""
     embedding.weight -> params/embed/embedding
     position.weight -> params/positions/embedding
-    decoder.layers.{i}.self_attn.in_proj_weight -> params/layers_{i}/self_attn/in_proj/kernel | linear
-    decoder.layers.{i}.self_attn.in_proj_bias -> params/layers_{i}/self_attn/in_proj/bias
-    decoder.layers.{i}.self_attn.out_proj.weight -> params/layers_{i}/self_attn/out_proj/kernel | linear
-    decoder.layers.{i}.self_attn.out_proj.bias -> params/layers_{i}/self_attn/out_proj/bias
-    decoder.layers.{i}.ffn.0.weight -> params/layers_{i}/ffn/up/kernel | linear
-    decoder.layers.{i}.ffn.0.bias -> params/layers_{i}/ffn/up/bias
-    decoder.layers.{i}.ffn.2.weight -> params/layers_{i}/ffn/down/kernel | linear
-    decoder.layers.{i}.ffn.2.bias -> params/layers_{i}/ffn/down/bias
-    decoder.layers.{i}.norm{n}.weight -> params/layers_{i}/norm{n}/scale
-    decoder.layers.{i}.norm{n}.bias -> params/layers_{i}/norm{n}/bias
+    {STACK.replace("    layers", "    decoder.layers")}
     head.weight -> params/head/kernel | linear
     head.bias -> params/head/bias
 """

@@ -32,15 +32,11 @@ def decoder_nnx() -> dict[str, Any]:
 
 
 RIGHT: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "decoder": (m.decoder, "off"),
     "decoder-scan": (decoder_scanned, "checkpoint"),
     "decoder-nnx": (decoder_nnx, "off"),
-    "conv-train": (m.conv, "off"),
     "conv-train-checkpoint": (m.conv, "checkpoint"),
     "conv-evaluation": (lambda: m.conv(train=False), "off"),
-    "encoder-decoder": (m.encoder_decoder, "off"),
     "encoder-decoder-checkpoint": (m.encoder_decoder, "checkpoint"),
-    "gpt2": (m.MODELS["gpt2"], "off"),
     "gpt2-scan": (lambda: m.transformer(test_gpt2.PORT, scan=True), "checkpoint"),
     "llama-train": (m.MODELS["llama"], "off"),
     "gemma-scan": (lambda: m.transformer(test_gemma.PORT, scan=True), "off"),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from parity_tests.mutants import planting as plant
-from parity_tests.mutants.planting import DOUBLED, FLIPPED, Plant, arguments, at, detached, fields, inside, output
+from parity_tests.mutants.planting import DOUBLED, FLIPPED, Change, Plant, arguments, at, detached, fields, inside, output
 from parity_tests.pairs.models import module_of
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -31,12 +31,18 @@ class Fault(NamedTuple):
     unusual: str = ""
 
 
-def forward(name: str, torch: str, planted: Plant, unusual: str = "") -> Fault:
-    return Fault(name, planted, FORWARD, (torch,), unusual)
+def forward(name: str, torch: str, change: Change, unusual: str = "", flax: str | None = None) -> Fault:
+    """A change of a Flax module, whose path is PyTorch's unless `flax` is given."""
+    return Fault(name, at(torch if flax is None else flax, change), FORWARD, (torch,), unusual)
 
 
-def backward(name: str, torch: str, planted: Plant) -> Fault:
-    return Fault(name, planted, BACKWARD, (torch,))
+def backward(name: str, torch: str, change: Change, flax: str | None = None) -> Fault:
+    return forward(name, torch, change, flax=flax)._replace(where=BACKWARD)
+
+
+def inside_or_around(name: str, torch: str, change: Change, inner: str) -> Fault:
+    """The fault is between a module and an inner module that gets a wrong input."""
+    return forward(name, torch, change)._replace(modules=(torch, f"{torch}/{inner}"))
 
 
 def swapped(right: Any) -> Any:
@@ -89,189 +95,142 @@ def of_the_batch(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
     return (x - mean) / jnp.sqrt(variance + module.epsilon) * scale + bias
 
 
+def both_masks_alike(right: Any) -> Any:
+    """The causal mask is not used."""
+    return lambda mask, causal: right(mask, mask)
+
+
+def height_and_width_exchanged(x: jax.Array) -> tuple[jax.Array]:
+    return (x.transpose(0, 2, 1, 3),)
+
+
+SCALED = output(lambda x: x * 1.001)
+SQUARE = "a square kernel not transposed"
+
+
+def attention_of(name: str, change: Any) -> Change:
+    """A change of the scores of a pair's attention."""
+    return inside(module_of(name), "dot_product_attention_weights", change)
+
+
+def causal_of(name: str) -> Change:
+    return inside(module_of(name), "combine_masks", both_masks_alike)
+
+
 def bert() -> list[Fault]:
-    torch, flax = "encoder/layer/{}", "encoder/layer/{}"
-    first, second = torch.format(0), flax.format(1)
-    theirs = module_of("bert")
-    attention = inside(theirs, "dot_product_attention_weights", swapped)
-    without = inside(theirs, "dot_product_attention_weights", unmasked)
+    first, second = "encoder/layer/0", "encoder/layer/1"
+    later = arguments(lambda ids, kinds, at, *rest: (ids, kinds, at + 1, *rest))
     return [
-        forward("another epsilon", f"{second}/output/LayerNorm", at(f"{second}/output/LayerNorm", fields(epsilon=1e-3))),
-        forward("another activation", f"{first}/intermediate", at(f"{first}/intermediate", fields(activation=jax.nn.silu))),
-        forward("queries and keys swapped", f"{second}/attention/self", at(f"{second}/attention/self", attention)),
-        forward("what pads is seen", f"{first}/attention/self", at(f"{first}/attention/self", without)),
-        forward(
-            "a square kernel not transposed",
-            f"{first}/attention/self/query",
-            at(f"{first}/attention/self/query", untransposed),
-            "unlike",
-        ),
-        forward(
-            "positions off by one",
-            "embeddings",
-            at("embeddings", arguments(lambda ids, kinds, at, *rest: (ids, kinds, at + 1, *rest))),
-        ),
-        forward("another token pooled", "pooler", at("pooler", arguments(lambda states: (states[:, ::-1],)))),
-        forward("a layer left out", second, at(second, left_out)),
-        backward("a sign flipped", f"{first}/output/dense", at(f"{first}/output/dense", FLIPPED)),
-        backward("an input detached", f"{second}/intermediate", at(f"{second}/intermediate", detached)),
+        forward("another epsilon", f"{second}/output/LayerNorm", fields(epsilon=1e-3)),
+        forward("another activation", f"{first}/intermediate", fields(activation=jax.nn.silu)),
+        forward("queries and keys swapped", f"{second}/attention/self", attention_of("bert", swapped)),
+        forward("what pads is seen", f"{first}/attention/self", attention_of("bert", unmasked)),
+        forward(SQUARE, f"{first}/attention/self/query", untransposed, "unlike"),
+        forward("positions off by one", "embeddings", later),
+        forward("another token pooled", "pooler", arguments(lambda states: (states[:, ::-1],))),
+        forward("a layer left out", second, left_out),
+        backward("a sign flipped", f"{first}/output/dense", FLIPPED),
+        backward("an input detached", f"{second}/intermediate", detached),
     ]
 
 
 def gpt2() -> list[Fault]:
-    theirs = module_of("gpt2")
     first, second = "transformer/h/0", "transformer/h/1"
-    attention = inside(theirs, "dot_product_attention_weights", swapped)
-    causal = inside(theirs, "combine_masks", lambda right: lambda mask, causal: right(mask, mask))
+    later = arguments(lambda ids, mask, at, *rest: (ids, mask, at + 1, *rest))
     return [
-        forward("another epsilon", f"{first}/ln_2", at(f"{first}/ln_2", fields(epsilon=1e-6))),
-        forward(
-            "the other GELU", f"{second}/mlp", at(f"{second}/mlp", fields(act=lambda x: jax.nn.gelu(x, approximate=False)))
-        ),
-        forward("queries and keys swapped", f"{second}/attn", at(f"{second}/attn", attention)),
-        forward("the future is seen", f"{first}/attn", at(f"{first}/attn", causal)),
-        forward(
-            "a square kernel not transposed",
-            f"{second}/attn/c_proj",
-            at(f"{second}/attn/c_proj", untransposed),
-            "unlike",
-        ),
-        forward(
-            "positions off by one",
-            "transformer",
-            at("transformer", arguments(lambda ids, mask, at, *rest: (ids, mask, at + 1, *rest))),
-        ),
-        forward("a layer left out", second, at(second, left_out)),
-        forward("logits scaled", "", at("", output(lambda made: made.replace(logits=made.logits * 1.001)))),
-        backward("a gradient doubled", f"{second}/ln_1", at(f"{second}/ln_1", DOUBLED)),
-        backward("a bias without a gradient", f"{first}/mlp/c_fc", at(f"{first}/mlp/c_fc", plant.without_bias_gradient)),
+        forward("another epsilon", f"{first}/ln_2", fields(epsilon=1e-6)),
+        forward("the other GELU", f"{second}/mlp", fields(act=lambda x: jax.nn.gelu(x, approximate=False))),
+        forward("queries and keys swapped", f"{second}/attn", attention_of("gpt2", swapped)),
+        forward("the future is seen", f"{first}/attn", causal_of("gpt2")),
+        forward(SQUARE, f"{second}/attn/c_proj", untransposed, "unlike"),
+        forward("positions off by one", "transformer", later),
+        forward("a layer left out", second, left_out),
+        forward("logits scaled", "", output(lambda made: made.replace(logits=made.logits * 1.001))),
+        backward("a gradient doubled", f"{second}/ln_1", DOUBLED),
+        backward("a bias without a gradient", f"{first}/mlp/c_fc", plant.without_bias_gradient),
     ]
 
 
 def vit() -> list[Fault]:
-    theirs = module_of("vit")
-    first, second = "encoder/layer/0", "encoder/layer/1"
+    first, second, patches = "encoder/layer/0", "encoder/layer/1", "embeddings/patch_embeddings"
     return [
-        forward("another epsilon", f"{first}/layernorm_after", at(f"{first}/layernorm_after", fields(epsilon=1e-5))),
-        forward("the other GELU", f"{second}/intermediate", at(f"{second}/intermediate", fields(activation=jax.nn.gelu))),
-        forward(
-            "scores not scaled",
-            f"{first}/attention/attention",
-            at(f"{first}/attention/attention", inside(theirs, "dot_product_attention_weights", unscaled)),
-        ),
-        forward(
-            "a square kernel not transposed",
-            f"{second}/attention/output/dense",
-            at(f"{second}/attention/output/dense", untransposed),
-            "unlike",
-        ),
-        Fault(
-            "height and width exchanged",
-            at("embeddings/patch_embeddings", arguments(lambda x: (x.transpose(0, 2, 1, 3),))),
-            FORWARD,
-            ("embeddings/patch_embeddings", "embeddings/patch_embeddings/projection"),
-        ),
-        forward("the class behind the patches", "embeddings", at("embeddings", output(lambda x: jnp.roll(x, -1, 1)))),
-        forward("a layer left out", first, at(first, left_out)),
-        forward("a norm in float32", f"{second}/layernorm_after", at(f"{second}/layernorm_after", fields(dtype=jnp.float32))),
-        backward("a sign flipped", f"{second}/layernorm_before", at(f"{second}/layernorm_before", FLIPPED)),
-        backward("an input detached", f"{first}/attention", at(f"{first}/attention", detached)),
+        forward("another epsilon", f"{first}/layernorm_after", fields(epsilon=1e-5)),
+        forward("the other GELU", f"{second}/intermediate", fields(activation=jax.nn.gelu)),
+        forward("scores not scaled", f"{first}/attention/attention", attention_of("vit", unscaled)),
+        forward(SQUARE, f"{second}/attention/output/dense", untransposed, "unlike"),
+        inside_or_around("height and width exchanged", patches, arguments(height_and_width_exchanged), "projection"),
+        forward("the class behind the patches", "embeddings", output(lambda x: jnp.roll(x, -1, 1))),
+        forward("a layer left out", first, left_out),
+        forward("a norm in float32", f"{second}/layernorm_after", fields(dtype=jnp.float32)),
+        backward("a sign flipped", f"{second}/layernorm_before", FLIPPED),
+        backward("an input detached", f"{first}/attention", detached),
     ]
 
 
 def bart() -> list[Fault]:
-    theirs = module_of("bart")
     encoder, decoder = "encoder/layers/1", "decoder/layers/0"
-    attention = inside(theirs, "dot_product_attention_weights", swapped)
-    without = inside(theirs, "dot_product_attention_weights", unmasked)
-    causal = inside(theirs, "combine_masks", lambda right: lambda mask, causal: right(mask, mask))
     return [
-        forward(
-            "another epsilon",
-            f"{decoder}/encoder_attn_layer_norm",
-            at(f"{decoder}/encoder_attn_layer_norm", fields(epsilon=1e-6)),
-        ),
-        forward("another activation", encoder, at(encoder, fields(activation_fn=jax.nn.silu))),
-        forward("queries and keys swapped", f"{encoder}/self_attn", at(f"{encoder}/self_attn", attention)),
-        forward("what pads is seen", f"{decoder}/encoder_attn", at(f"{decoder}/encoder_attn", without)),
-        forward("the future is seen", f"{decoder}/self_attn", at(f"{decoder}/self_attn", causal)),
-        forward(
-            "a square kernel not transposed",
-            f"{decoder}/encoder_attn/k_proj",
-            at(f"{decoder}/encoder_attn/k_proj", untransposed),
-            "unlike",
-        ),
-        Fault(
-            "positions off by one",
-            at("encoder", fields(offset=1)),
-            FORWARD,
-            ("encoder", "encoder/embed_positions"),
-        ),
-        forward("a layer left out", "decoder/layers/1", at("decoder/layers/1", left_out)),
-        backward("a gradient doubled", f"{encoder}/final_layer_norm", at(f"{encoder}/final_layer_norm", DOUBLED)),
-        backward("the encoder detached", f"{decoder}/encoder_attn", at(f"{decoder}/encoder_attn", detached)),
+        forward("another epsilon", f"{decoder}/encoder_attn_layer_norm", fields(epsilon=1e-6)),
+        forward("another activation", encoder, fields(activation_fn=jax.nn.silu)),
+        forward("queries and keys swapped", f"{encoder}/self_attn", attention_of("bart", swapped)),
+        forward("what pads is seen", f"{decoder}/encoder_attn", attention_of("bart", unmasked)),
+        forward("the future is seen", f"{decoder}/self_attn", causal_of("bart")),
+        forward(SQUARE, f"{decoder}/encoder_attn/k_proj", untransposed, "unlike"),
+        inside_or_around("positions off by one", "encoder", fields(offset=1), "embed_positions"),
+        forward("a layer left out", "decoder/layers/1", left_out),
+        backward("a gradient doubled", f"{encoder}/final_layer_norm", DOUBLED),
+        backward("the encoder detached", f"{decoder}/encoder_attn", detached),
     ]
 
 
 def resnet() -> list[Fault]:
-    first, second = "encoder/stages/0/layers/1", "encoder/stages/1/layers/0"
-    conv = "layer/{}/convolution", "layer/layer_{}/convolution"
-    norm = "layer/{}/normalization", "layer/layer_{}/normalization"
+    first, second, embedder = "encoder/stages/0/layers/1", "encoder/stages/1/layers/0", "embedder/embedder"
+
+    def part(layer: str, index: int, name: str) -> tuple[str, str]:
+        """The path of a layer's part in PyTorch and in Flax."""
+        return f"{layer}/layer/{index}{name}", f"{layer}/layer/layer_{index}{name}"
 
     def mean_pool(x: jax.Array) -> jax.Array:
         return nn.avg_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
 
+    norm, norm_flax = part(first, 1, "/normalization")
+    other_norm, other_norm_flax = part(second, 0, "/normalization")
+    conv, conv_flax = part(second, 0, "/convolution")
+    last_conv, last_conv_flax = part(second, 1, "/convolution")
+    inner, inner_flax = part(first, 0, "")
     return [
-        forward("another epsilon", f"{first}/{norm[0]}".format(1), at(f"{first}/{norm[1]}".format(1), fields(epsilon=1e-3))),
-        forward("statistics of the batch", f"{second}/{norm[0]}".format(0), at(f"{second}/{norm[1]}".format(0), of_the_batch)),
-        forward(
-            "padding as TensorFlow's",
-            f"{second}/{conv[0]}".format(0),
-            at(f"{second}/{conv[1]}".format(0), fields(padding="SAME")),
-        ),
-        forward("another activation", f"{first}/layer/0", at(f"{first}/layer/layer_0", fields(activation_func=jax.nn.silu))),
-        Fault(
-            "height and width exchanged",
-            at("embedder/embedder", arguments(lambda x: (x.transpose(0, 2, 1, 3),))),
-            FORWARD,
-            ("embedder/embedder", "embedder/embedder/convolution"),
-        ),
-        forward("a residual twice", first, at(first, output(lambda x: 2 * x))),
-        forward("a norm left out", f"{second}/shortcut/normalization", at(f"{second}/shortcut/normalization", plant.skipped)),
-        forward("the mean pooled", "embedder", at("embedder", fields(max_pool=mean_pool))),
-        backward("a sign flipped", f"{second}/{conv[0]}".format(1), at(f"{second}/{conv[1]}".format(1), FLIPPED)),
-        backward("an input detached", f"{first}/layer/0", at(f"{first}/layer/layer_0", detached)),
+        forward("another epsilon", norm, fields(epsilon=1e-3), flax=norm_flax),
+        forward("statistics of the batch", other_norm, of_the_batch, flax=other_norm_flax),
+        forward("padding as TensorFlow's", conv, fields(padding="SAME"), flax=conv_flax),
+        forward("another activation", inner, fields(activation_func=jax.nn.silu), flax=inner_flax),
+        inside_or_around("height and width exchanged", embedder, arguments(height_and_width_exchanged), "convolution"),
+        forward("a residual twice", first, output(lambda x: 2 * x)),
+        forward("a norm left out", f"{second}/shortcut/normalization", plant.skipped),
+        forward("the mean pooled", "embedder", fields(max_pool=mean_pool)),
+        backward("a sign flipped", last_conv, FLIPPED, last_conv_flax),
+        backward("an input detached", inner, detached, inner_flax),
     ]
 
 
 def t5() -> list[Fault]:
-    theirs = module_of("t5")
     encoder, decoder = "encoder/block/1/layer", "decoder/block/0/layer"
-    attention = inside(theirs, "dot_product_attention_weights", swapped)
-    causal = inside(theirs, "combine_masks", lambda right: lambda mask, causal: right(mask, mask))
+    attention = module_of("t5").FlaxT5Attention
 
     def other_buckets(right: Any) -> Any:
         return staticmethod(lambda *args, **options: right(*args, **{**options, "num_buckets": 16}))
 
-    first = "encoder/block/0/layer/0/SelfAttention"
+    buckets = inside(attention, "_relative_position_bucket", other_buckets)
     return [
-        forward("another epsilon", f"{encoder}/1/layer_norm", at(f"{encoder}/1/layer_norm", fields(eps=1e-3))),
-        forward(
-            "another activation", f"{decoder}/2/DenseReluDense", at(f"{decoder}/2/DenseReluDense", fields(act=jax.nn.silu))
-        ),
-        forward("queries and keys swapped", f"{encoder}/0/SelfAttention", at(f"{encoder}/0/SelfAttention", attention)),
-        forward("the future is seen", f"{decoder}/0/SelfAttention", at(f"{decoder}/0/SelfAttention", causal)),
-        forward("other buckets", first, at(first, inside(theirs.FlaxT5Attention, "_relative_position_bucket", other_buckets))),
-        forward(
-            "a square kernel not transposed",
-            f"{encoder}/0/SelfAttention/q",
-            at(f"{encoder}/0/SelfAttention/q", untransposed),
-            "unlike",
-        ),
-        forward("a layer left out", f"{decoder}/1", at(f"{decoder}/1", left_out)),
-        forward("a norm left out", "decoder/final_layer_norm", at("decoder/final_layer_norm", plant.skipped)),
-        backward("a sign flipped", f"{decoder}/1/EncDecAttention/v", at(f"{decoder}/1/EncDecAttention/v", FLIPPED)),
-        backward("an input detached", f"{encoder}/1/DenseReluDense", at(f"{encoder}/1/DenseReluDense", detached)),
+        forward("another epsilon", f"{encoder}/1/layer_norm", fields(eps=1e-3)),
+        forward("another activation", f"{decoder}/2/DenseReluDense", fields(act=jax.nn.silu)),
+        forward("queries and keys swapped", f"{encoder}/0/SelfAttention", attention_of("t5", swapped)),
+        forward("the future is seen", f"{decoder}/0/SelfAttention", causal_of("t5")),
+        forward("other buckets", "encoder/block/0/layer/0/SelfAttention", buckets),
+        forward(SQUARE, f"{encoder}/0/SelfAttention/q", untransposed, "unlike"),
+        forward("a layer left out", f"{decoder}/1", left_out),
+        forward("a norm left out", "decoder/final_layer_norm", plant.skipped),
+        backward("a sign flipped", f"{decoder}/1/EncDecAttention/v", FLIPPED),
+        backward("an input detached", f"{encoder}/1/DenseReluDense", detached),
     ]
 
 
@@ -296,10 +255,10 @@ def of_dense_layers(weights: Iterable[Weight]) -> list[Fault]:
         return []
     first, second, third, fourth = (paths[len(paths) * part // 5] for part in (1, 2, 3, 4))
     return [
-        forward("an output scaled", first[0], at(first[1], output(lambda x: x * 1.001))),
-        forward("features rolled", second[0], at(second[1], output(lambda x: jnp.roll(x, 1, -1)))),
-        backward("a sign flipped", third[0], at(third[1], FLIPPED)),
-        backward("an input detached", fourth[0], at(fourth[1], detached)),
+        forward("an output scaled", first[0], SCALED, flax=first[1]),
+        forward("features rolled", second[0], output(lambda x: jnp.roll(x, 1, -1)), flax=second[1]),
+        backward("a sign flipped", third[0], FLIPPED, third[1]),
+        backward("an input detached", fourth[0], detached, fourth[1]),
         *exchanged(kernels),
     ]
 
@@ -320,48 +279,51 @@ def both(first: Plant, second: Plant) -> Plant:
     return lambda case: second(first(case))
 
 
+FIRST, SECOND = ("layers/0/mixer", "layers_0/mixer"), ("layers/1/mixer", "layers_1/mixer")
+"""The paths in PyTorch and in Flax."""
+
+
 def lora(weights: Iterable[Weight]) -> list[Fault]:
-    first, second = "layers/0/mixer", "layers/1/mixer"
     return [
-        forward("an adapter not scaled", f"{second}/q_proj", at("layers_1/mixer/q_proj", fields(scale=1.0))),
-        forward("an adapter left out", f"{first}/v_proj", at("layers_0/mixer/v_proj", fields(scale=0.0))),
-        forward("a layer left out", second, at("layers_1/mixer", left_out)),
-        backward("a sign flipped", f"{first}/q_proj", at("layers_0/mixer/q_proj", FLIPPED)),
-        backward("an input detached", f"{second}/v_proj", at("layers_1/mixer/v_proj", detached)),
+        forward("an adapter not scaled", f"{SECOND[0]}/q_proj", fields(scale=1.0), flax=f"{SECOND[1]}/q_proj"),
+        forward("an adapter left out", f"{FIRST[0]}/v_proj", fields(scale=0.0), flax=f"{FIRST[1]}/v_proj"),
+        forward("a layer left out", SECOND[0], left_out, flax=SECOND[1]),
+        backward("a sign flipped", f"{FIRST[0]}/q_proj", FLIPPED, f"{FIRST[1]}/q_proj"),
+        backward("an input detached", f"{SECOND[0]}/v_proj", detached, f"{SECOND[1]}/v_proj"),
     ]
 
 
 def experts(weights: Iterable[Weight]) -> list[Fault]:
     """A fault inside the experts is between the layers that both models call: Flax's experts are one module, PyTorch's four."""
-    first, second = "layers/0/mixer", "layers/1/mixer"
-    ways = (at(f"layers_0/mixer/experts/{one}", with_weights_of(other)) for one, other in (("w1", "w3"), ("w3", "w1")))
+    inside_first, inside_second = f"{FIRST[1]}/experts", f"{SECOND[1]}/experts"
+    ways = (at(f"{inside_first}/{one}", with_weights_of(other)) for one, other in (("w1", "w3"), ("w3", "w1")))
     return [
         *of_dense_layers(weight for weight in weights if "experts" not in weight.name),
-        forward("one expert for each token", first, at("layers_0/mixer", fields(chosen=1))),
-        forward("shares not normalised", second, at("layers_1/mixer", fields(normalises=False))),
-        forward("experts scaled", first, at("layers_0/mixer/experts/w2", output(lambda x: x * 1.001))),
-        backward("a sign flipped in experts", second, at("layers_1/mixer/experts/w1", FLIPPED)),
-        forward("weights of experts exchanged", first, both(*ways), "crossed"),
+        forward("one expert for each token", FIRST[0], fields(chosen=1), flax=FIRST[1]),
+        forward("shares not normalised", SECOND[0], fields(normalises=False), flax=SECOND[1]),
+        forward("experts scaled", FIRST[0], SCALED, flax=f"{inside_first}/w2"),
+        backward("a sign flipped in experts", SECOND[0], FLIPPED, f"{inside_second}/w1"),
+        Fault("weights of experts exchanged", both(*ways), FORWARD, FIRST[:1], "crossed"),
     ]
 
 
 def mamba(weights: Iterable[Weight]) -> list[Fault]:
-    first, second = "layers/0/mixer", "layers/1/mixer"
+    conv, conv_flax = (f"{path}/conv1d" for path in FIRST)
     return [
         *of_dense_layers(weights),
-        forward("the next tokens convolved", f"{first}/conv1d", at("layers_0/mixer/conv1d", fields(padding="SAME"))),
-        forward("steps by another function", second, at("layers_1/mixer", fields(positive=jnp.square))),
-        backward("a gradient doubled", f"{first}/conv1d", at("layers_0/mixer/conv1d", DOUBLED)),
+        forward("the next tokens convolved", conv, fields(padding="SAME"), flax=conv_flax),
+        forward("steps by another function", SECOND[0], fields(positive=jnp.square), flax=SECOND[1]),
+        backward("a gradient doubled", conv, DOUBLED, conv_flax),
     ]
 
 
 def unet(weights: Iterable[Weight]) -> list[Fault]:
     return [
         *of_dense_layers(weights),
-        forward("another skip connection", "", at("", fields(skips=False))),
-        forward("other groups", "mid_block/norm2", at("mid_block/norm2", fields(num_groups=4))),
-        forward("padding as TensorFlow's", "downsample", at("downsample", fields(padding="SAME"))),
-        backward("an input detached", "mid_block", at("mid_block", detached)),
+        forward("another skip connection", "", fields(skips=False)),
+        forward("other groups", "mid_block/norm2", fields(num_groups=4)),
+        forward("padding as TensorFlow's", "downsample", fields(padding="SAME")),
+        backward("an input detached", "mid_block", detached),
     ]
 
 

@@ -46,6 +46,8 @@ WITH_PLACES = {**TOKENS_ONLY, "position_ids": PLACES}
 TOKENS_AND_TYPES = {**TOKENS_ONLY, "token_type_ids": TOKENS % 2}
 WITH_TYPES = {**WITH_PLACES, "token_type_ids": TOKENS % 2}
 TWO_TEXTS = {**TOKENS_ONLY, "decoder_input_ids": TOKENS[:, :5]}
+OF_IMAGES = WIDTHS | {"image_size": 32, "patch_size": 8}
+IMAGES: Arrays = {"pixel_values": PIXELS}
 STATES = ("last_hidden_state", "pooler_output")
 
 
@@ -57,7 +59,6 @@ class Pair(NamedTuple):
         config: the arguments of the configuration's class.
         inputs: the arguments of both calls.
         outputs: the names of the compared outputs.
-        options: further arguments of `compare`.
         torch_only: further keywords of PyTorch's call.
         flax_only: a function of the inputs to further keywords of Flax's call.
     """
@@ -66,7 +67,6 @@ class Pair(NamedTuple):
     config: dict[str, Any]
     inputs: Arrays
     outputs: tuple[str, ...] = ("logits",)
-    options: dict[str, Any] = {}
     torch_only: dict[str, Any] = {}
     flax_only: Callable[..., dict[str, Any]] = lambda **inputs: {}
 
@@ -74,11 +74,8 @@ class Pair(NamedTuple):
 def both_places(**inputs: Any) -> dict[str, Any]:
     """Arguments without a default in Flax's encoder-decoders: positions from 0, and a mask that hides nothing."""
     read, written = inputs["input_ids"], inputs["decoder_input_ids"]
-    return {
-        "position_ids": places(read),
-        "decoder_position_ids": places(written),
-        "decoder_attention_mask": jnp.ones_like(written),
-    }
+    positions = {"position_ids": places(read), "decoder_position_ids": places(written)}
+    return positions | {"decoder_attention_mask": jnp.ones_like(written)}
 
 
 def places(tokens: Any) -> Any:
@@ -90,76 +87,51 @@ def hides_nothing(**inputs: Any) -> dict[str, Any]:
 
 
 T5 = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+GPT = {"vocab_size": 60, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
 NO_CACHE = {"use_cache": False}
+
+
+def decoder(torch: str, config: dict[str, Any], inputs: Arrays = WITH_PLACES) -> Pair:
+    """A language model, without PyTorch's cache."""
+    return Pair(torch, config, inputs, torch_only=NO_CACHE)
+
+
+def of_two_texts(torch: str, config: dict[str, Any], flax_only: Any, outputs: tuple[str, ...] = ("logits",)) -> Pair:
+    """An encoder-decoder, without PyTorch's cache."""
+    return Pair(torch, config, TWO_TEXTS, outputs, NO_CACHE, flax_only)
+
+
 PAIRS: dict[str, Pair] = {
     "bert": Pair("BertModel", WIDTHS | TEXT, WITH_TYPES, STATES),
-    "gpt2": Pair(
-        "GPT2LMHeadModel",
-        {"vocab_size": 60, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2},
-        WITH_PLACES,
-        torch_only=NO_CACHE,
-    ),
+    "gpt2": decoder("GPT2LMHeadModel", GPT),
     "clip": Pair(
         "CLIPModel",
-        {
-            "text_config": WIDTHS | TEXT | {"eos_token_id": 2},
-            "vision_config": WIDTHS | {"image_size": 32, "patch_size": 8},
-            "projection_dim": 12,
-        },
+        {"text_config": WIDTHS | TEXT | {"eos_token_id": 2}, "vision_config": OF_IMAGES, "projection_dim": 12},
         {"input_ids": TOKENS, "attention_mask": MASK, "position_ids": PLACES, "pixel_values": PIXELS},
         ("logits_per_text", "text_embeds", "image_embeds"),
     ),
-    "vit": Pair("ViTModel", WIDTHS | {"image_size": 32, "patch_size": 8}, {"pixel_values": PIXELS}, STATES),
-    "gpt_neo": Pair(
+    "vit": Pair("ViTModel", OF_IMAGES, IMAGES, STATES),
+    "gpt_neo": decoder(
         "GPTNeoForCausalLM",
         TEXT
         | {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]], "window_size": 3},
-        WITH_PLACES,
-        torch_only=NO_CACHE,
     ),
     "electra": Pair("ElectraModel", WIDTHS | TEXT | {"embedding_size": 8}, WITH_TYPES, STATES[:1]),
     # Its positions begin after the padding position.
     "roberta": Pair("RobertaModel", WIDTHS | TEXT, WITH_TYPES | {"position_ids": PLACES + 2}, STATES),
     "albert": Pair("AlbertModel", WIDTHS | TEXT | {"embedding_size": 8}, WITH_TYPES, STATES),
-    "bloom": Pair(
-        "BloomForCausalLM",
-        {"vocab_size": 60, "hidden_size": 16, "n_layer": 2, "n_head": 2},
-        TOKENS_ONLY,
-        torch_only=NO_CACHE,
-    ),
-    "llama": Pair(
-        "LlamaForCausalLM",
-        WIDTHS | TEXT | {"num_key_value_heads": 2},
-        WITH_PLACES,
-        torch_only=NO_CACHE,
-    ),
+    "bloom": decoder("BloomForCausalLM", {"vocab_size": 60, "hidden_size": 16, "n_layer": 2, "n_head": 2}, TOKENS_ONLY),
+    "llama": decoder("LlamaForCausalLM", WIDTHS | TEXT | {"num_key_value_heads": 2}),
     # A real fault of the library: Flax's sliding window is one token too long.
-    "mistral": Pair(
-        "MistralForCausalLM",
-        WIDTHS | TEXT | {"num_key_value_heads": 1, "sliding_window": 3, "attn_implementation": "eager"},
-        WITH_PLACES,
-        torch_only=NO_CACHE,
+    "mistral": decoder(
+        "MistralForCausalLM", WIDTHS | TEXT | {"num_key_value_heads": 1, "sliding_window": 3, "attn_implementation": "eager"}
     ),
-    "bart": Pair("BartModel", TEXT | ENCODER_DECODER, TWO_TEXTS, STATES[:1], torch_only=NO_CACHE, flax_only=both_places),
-    "opt": Pair(
-        "OPTForCausalLM",
-        WIDTHS | TEXT | {"ffn_dim": 32, "word_embed_proj_dim": 16},
-        WITH_PLACES,
-        torch_only=NO_CACHE,
-    ),
+    "bart": of_two_texts("BartModel", TEXT | ENCODER_DECODER, both_places, STATES[:1]),
+    "opt": decoder("OPTForCausalLM", WIDTHS | TEXT | {"ffn_dim": 32, "word_embed_proj_dim": 16}),
     "resnet": Pair(
-        "ResNetModel",
-        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": "basic"},
-        {"pixel_values": PIXELS},
-        STATES,
+        "ResNetModel", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": "basic"}, IMAGES, STATES
     ),
-    "t5": Pair(
-        "T5ForConditionalGeneration",
-        T5,
-        TWO_TEXTS,
-        torch_only=NO_CACHE,
-        flax_only=hides_nothing,
-    ),
+    "t5": of_two_texts("T5ForConditionalGeneration", T5, hides_nothing),
     "whisper": Pair(
         "WhisperForConditionalGeneration",
         ENCODER_DECODER
@@ -180,28 +152,11 @@ PAIRS: dict[str, Pair] = {
     "distilbert": Pair(
         "DistilBertModel", TEXT | {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32}, TOKENS_ONLY, STATES[:1]
     ),
-    "gptj": Pair(
-        "GPTJForCausalLM",
-        {"vocab_size": 60, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4},
-        WITH_PLACES,
-        torch_only=NO_CACHE,
-    ),
-    "gemma": Pair(
-        "GemmaForCausalLM",
-        WIDTHS | TEXT | {"num_key_value_heads": 1, "head_dim": 8},
-        WITH_PLACES,
-        torch_only=NO_CACHE,
-    ),
-    "longt5": Pair(
-        "LongT5Model",
-        T5 | {"local_radius": 3, "global_block_size": 2},
-        TWO_TEXTS,
-        STATES[:1],
-        torch_only=NO_CACHE,
-        flax_only=hides_nothing,
-    ),
+    "gptj": decoder("GPTJForCausalLM", GPT | {"rotary_dim": 4}),
+    "gemma": decoder("GemmaForCausalLM", WIDTHS | TEXT | {"num_key_value_heads": 1, "head_dim": 8}),
+    "longt5": of_two_texts("LongT5Model", T5 | {"local_radius": 3, "global_block_size": 2}, hides_nothing, STATES[:1]),
     # Neither model uses its mask token: no patch is masked.
-    "dinov2": Pair("Dinov2Model", WIDTHS | {"image_size": 32, "patch_size": 8}, {"pixel_values": PIXELS}, STATES),
+    "dinov2": Pair("Dinov2Model", OF_IMAGES, IMAGES, STATES),
 }
 
 
@@ -234,12 +189,10 @@ def with_head(family: str, head: str) -> Pair:
 PAIRS |= {f"{family}:{head}": with_head(family, head) for family, heads in FAMILIES.items() for head in heads}
 SEQUENCES = {"mbart": "MBart", "marian": "Marian", "pegasus": "Pegasus", "blenderbot": "Blenderbot"}
 PAIRS |= {
-    f"{family}:ConditionalGeneration": Pair(
+    f"{family}:ConditionalGeneration": of_two_texts(
         f"{name}MTModel" if family == "marian" else f"{name}ForConditionalGeneration",
         TEXT | ENCODER_DECODER | {"pad_token_id": 0, "decoder_start_token_id": 1},
-        TWO_TEXTS,
-        torch_only=NO_CACHE,
-        flax_only=both_places,
+        both_places,
     )
     for family, name in SEQUENCES.items()
 }
@@ -248,23 +201,15 @@ PAIRS |= {
     "roberta_prelayernorm": PAIRS["roberta"]._replace(torch="RobertaPreLayerNormModel"),
     "roformer": Pair("RoFormerModel", WIDTHS | TEXT | {"embedding_size": 16}, TOKENS_AND_TYPES, STATES[:1]),
     "regnet": Pair(
-        "RegNetModel",
-        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "groups_width": 4},
-        {"pixel_values": PIXELS},
-        STATES,
+        "RegNetModel", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "groups_width": 4}, IMAGES, STATES
     ),
-    "beit": Pair("BeitModel", WIDTHS | {"image_size": 32, "patch_size": 8}, {"pixel_values": PIXELS}, STATES),
+    "beit": Pair("BeitModel", OF_IMAGES, IMAGES, STATES),
     "blenderbot_small:ConditionalGeneration": PAIRS["blenderbot:ConditionalGeneration"]._replace(
         torch="BlenderbotSmallForConditionalGeneration"
     ),
-    "xglm": Pair(
-        "XGLMForCausalLM",
-        TEXT | {"d_model": 16, "ffn_dim": 32, "num_layers": 2, "attention_heads": 2},
-        WITH_PLACES,
-        torch_only=NO_CACHE,
-    ),
+    "xglm": decoder("XGLMForCausalLM", TEXT | {"d_model": 16, "ffn_dim": 32, "num_layers": 2, "attention_heads": 2}),
     "clip:TextModel": Pair("CLIPTextModel", WIDTHS | TEXT | {"eos_token_id": 2}, WITH_PLACES, STATES),
-    "clip:VisionModel": Pair("CLIPVisionModel", WIDTHS | {"image_size": 32, "patch_size": 8}, {"pixel_values": PIXELS}, STATES),
+    "clip:VisionModel": Pair("CLIPVisionModel", OF_IMAGES, IMAGES, STATES),
     "gemma:MoreHeads": PAIRS["gemma"]._replace(config=PAIRS["gemma"].config | {"num_key_value_heads": 2}),
     "llama:Grouped": PAIRS["llama"]._replace(config=PAIRS["llama"].config | {"num_key_value_heads": 1}),
 }
@@ -321,7 +266,6 @@ def make(name: str) -> dict[str, Any]:
         "inputs": dict(pair.inputs),
         "torch_call": torch_call,
         "flax_call": flax_call,
-        **pair.options,
     }
 
 
