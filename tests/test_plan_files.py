@@ -9,7 +9,6 @@ import json
 import operator
 import random
 import tracemalloc
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -334,24 +333,6 @@ def test_classes_of_one_name_keep_their_own_policies(tmp_path):
     data["policies"][1]["block"] = data["policies"][0]["block"]
     with pytest.raises(PlanningError, match="policies lists a block twice"):
         rj.Plan.load(write(tmp_path, data), mine)
-
-
-class TakenByName(PlannedLayer):
-    """No other module has a class of this name."""
-
-
-def test_a_class_that_is_taken_by_its_name_only_is_a_warning(tmp_path):
-    made = plan(policies={TakenByName: rj.Policy.parse("full")})
-    data = json.loads(made.save(tmp_path / "plan.json").read_text())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        rj.Plan.load(tmp_path / "plan.json")
-    data["policies"][0]["block"][2] = "gone"
-    with pytest.warns(
-        rj.RematWarning,
-        match="'TakenByName' of the module 'gone', which is not loaded: the class of the same name",
-    ):
-        assert rj.Plan.load(write(tmp_path, data)).policies == made.policies
 
 
 def test_wrong_arguments_are_named(tmp_path):
