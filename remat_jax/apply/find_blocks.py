@@ -54,7 +54,8 @@ class FoundBlocks:
     @property
     def text(self) -> str:
         """What was taken and why, in one sentence, and what else could be blocks."""
-        taken = " and ".join(f"{each.name} ({each.calls} calls)" for each in self.taken)
+        *first, last = [f"{each.name} ({each.calls} calls)" for each in self.taken]
+        taken = f"{', '.join(first)} and {last}" if first else last
         dropped, again = sum(each.bytes for each in self.taken), max(each.largest for each in self.taken)
         others = [each.name for each in self.others if each.calls > 1 and each.saved > self.residual_bytes / 100][:4]
         return (
