@@ -53,7 +53,11 @@ class FoundBlocks:
 
     @property
     def text(self) -> str:
-        """What was taken and why, in one sentence, and what else could be blocks."""
+        """What was taken and why, in one sentence, and what else could be blocks.
+
+        >>> FoundBlocks(tuple(Found(name, "", 2, 8, 4) for name in ("up", "norm", "down")), (), 30).text.partition(".")[0]
+        'Blocks found: up (2 calls), norm (2 calls) and down (2 calls)'
+        """
         *first, last = [f"{each.name} ({each.calls} calls)" for each in self.taken]
         taken = f"{', '.join(first)} and {last}" if first else last
         dropped, again = sum(each.bytes for each in self.taken), max(each.largest for each in self.taken)
