@@ -36,7 +36,7 @@ _CLEARANCE, _RADIUS, _STEP = 2.0, 6.0, 6.0
 _LETTERS = 12
 FRONTIER, THE_PLAN = "frontier", "the plan"
 """Names of the series that the page's script reads: the slider's points, and the ring around the plan."""
-_FAR = 1.25
+_FAR, _NEAR = 1.25, 1.1
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,8 @@ def frontier_figure(
     unit = byte_unit(max(budget, *(point.device_bytes for point in points)))
     word, second = time_unit(max(point.seconds for point in points))
     # A far slower point would squeeze the other points together: draw it at the upper edge, with its time as text.
-    slowest = _FAR * max(point.seconds for point in (*frontier, chosen))
+    far = _FAR * max(point.seconds for point in (*frontier, chosen))
+    slowest = max([far, *(point.seconds for point in points if point.seconds <= _NEAR * far)])
 
     def at(point: FrontierPoint) -> tuple[float, float]:
         return scaled_bytes(point.device_bytes, unit), min(point.seconds, slowest) / second
