@@ -98,7 +98,7 @@ class Model:
             if there[shape, dtype] < 0:
                 raise PlanningError(
                     f"{plan_name} was made for a model with the parameter {path} of shape {list(shape)} and dtype {dtype}, but "
-                    "no argument has it: apply the plan to the loss of the model that it was made for, or plan again"
+                    "no argument has it: apply the plan to the loss or the step that it was made for, or plan again"
                 )
         return types
 
