@@ -37,7 +37,8 @@ _LETTERS = 12
 _RING = 11
 FRONTIER, THE_PLAN = "frontier", "the plan"
 """Names of the series that the page's script reads: the slider's points, and the ring around the plan."""
-_FAR, _NEAR = 1.25, 1.1
+_FAR, _NEAR = 1.25, 1.12
+"""The upper edge above the slowest point of the line, and the frame above the upper edge (`_spread` of the times)."""
 
 
 @dataclass(frozen=True)
