@@ -313,6 +313,15 @@ def test_wrong_keys_and_values_are_refused_at_once() -> None:
         rj.checkpoint_blocks(3, {Mlp: "full"})
 
 
+def test_a_class_that_is_defined_again_is_not_the_class_of_the_same_name_that_the_model_uses() -> None:
+    """A cell of a notebook was run again, and the model is older."""
+    loss, params, x = make_loss()
+    again = type("Mlp", (Mlp,), {})
+    with pytest.raises(BlockError, match=r"block=Mlp: this class was never called.* Another class Mlp was called: a") as caught:
+        rj.checkpoint_blocks(loss, {again: "full"})(params, x)
+    assert "Did you mean" not in str(caught.value)
+
+
 def test_a_block_that_is_not_there_names_those_that_are() -> None:
     loss, params, x = make_loss()
 

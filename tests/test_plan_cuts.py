@@ -98,6 +98,14 @@ def test_the_kernels_of_a_tpu_write_into_the_stack_of_a_scan():
     assert kept == {"h200": pytest.approx(3), "v5e": 0}
 
 
+def test_layers_of_another_shape_are_not_in_a_scan_of_their_own():
+    """Two parts have the same policy, and no scan is cut: the residuals of the two differ."""
+    explained = planned(
+        policies={PlannedLayer: rj.Policy.parse("full")}, parts=(part(0, 2, "full"), part(2, 1, "full"))
+    ).explain()
+    assert "PlannedLayer 2:" in explained and "of its own" not in explained
+
+
 def test_a_file_carries_the_cuts_and_one_without_is_read(tmp_path):
     cut = rj.LayerPolicies.parse("2 x full || 1 x full | 1 x dots")
     parts = (part(0, 2, "full"), part(2, 1, "full"), part(3, 1, "dots"))
@@ -123,9 +131,11 @@ def test_the_parts_of_a_plan_cost_what_the_plan_costs():
 
 
 class Sine(nn.Module):
+    width: int = 64
+
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(16)(jnp.sin(nn.Dense(64)(x)))
+        return nn.Dense(16)(jnp.sin(nn.Dense(self.width)(x)))
 
 
 def test_a_named_policy_is_the_program_of_its_choices():
@@ -136,3 +146,24 @@ def test_a_named_policy_is_the_program_of_its_choices():
     assert any(not residual.needed for block in described.stack.blocks for residual in block.residuals)
     candidate = named_candidate(described, "full")
     assert candidate == own_candidate(described, candidate.choices)
+
+
+class Norm(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.LayerNorm()(x)
+
+
+def test_calls_of_a_block_that_do_the_same_are_one_part_though_calls_of_another_block_are_between_them():
+    """The first norm, whose input needs no gradient, and the narrow layer are parts of their own."""
+    widths = (64, 64, 32, 64)
+    model = nn.Sequential([module for width in widths for module in (Norm(), Sine(width))])
+    x = jax.ShapeDtypeStruct((256, 16), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    job = rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), (Norm, Sine))
+    described = describe(job, "h200", rates=RATES)
+    candidate = named_candidate(described, "full")
+    parts = parts_of(described, described.stack, candidate)
+    assert [part.where for part in parts] == ["Norm 0", "Sine 0–1", "Norm 1–3", "Sine 2", "Sine 3"]
+    assert sum(part.recomputed_bytes for part in parts) == sum(load.recomputed for load in candidate.loads)
+    assert parts[1].saved_bytes == 2 * 256 * 16 * 4 and parts[2].saved_bytes == 3 * 256 * 16 * 4

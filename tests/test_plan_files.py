@@ -9,7 +9,6 @@ import json
 import operator
 import random
 import tracemalloc
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -311,24 +310,6 @@ def test_classes_of_one_name_keep_their_own_policies(tmp_path):
         rj.Plan.load(write(tmp_path, data), mine)
 
 
-class TakenByName(PlannedLayer):
-    """No other module has a class of this name."""
-
-
-def test_a_class_that_is_taken_by_its_name_only_is_a_warning(tmp_path):
-    made = plan(policies={TakenByName: rj.Policy.parse("full")})
-    data = json.loads(made.save(tmp_path / "plan.json").read_text())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        rj.Plan.load(tmp_path / "plan.json")
-    data["policies"][0]["block"][2] = "gone"
-    with pytest.warns(
-        rj.RematWarning,
-        match="'TakenByName' of the module 'gone', which is not loaded: the class of the same name",
-    ):
-        assert rj.Plan.load(write(tmp_path, data)).policies == made.policies
-
-
 def test_wrong_arguments_are_named(tmp_path):
     path = plan().save(tmp_path / "plan.json")
     with pytest.raises(RematError, match="workload=3: expected a remat_jax.Workload"):
@@ -342,7 +323,8 @@ def test_another_model_is_refused_when_it_is_applied():
     loss = made.apply(lambda params, x: jnp.sum(params["kernel"]) + jnp.sum(params["bias"]))
     params = {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}
     assert float(loss(params, jnp.ones((2, 4)))) == 40.0
-    with pytest.raises(PlanningError, match=r"'by hand' was made for a model with the parameter params/up/bias of shape \[8\]"):
+    wrong = r"'by hand' was made for a model with the parameter params/up/bias of shape \[8\].* apply the plan to the loss or"
+    with pytest.raises(PlanningError, match=wrong):
         loss({"kernel": jnp.ones((4, 8))}, jnp.ones((2, 4)))
     with pytest.raises(rj.RematError, match="fn=3: expected a function"):
         made.apply(3)

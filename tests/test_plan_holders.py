@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -14,6 +15,7 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.memory.compile.sizes import Sizes
+from remat_jax.memory.hlo.live import LiveBuffer
 from remat_jax.planning.check_budget import argument_bytes, check_arguments_fit, held_by, remedy
 from remat_jax.planning.problem import describe
 from tests.planning_models import RATES, ROWS, WIDTH, mlp
@@ -76,3 +78,14 @@ def test_a_state_that_is_too_large_may_go_to_the_host_on_a_mesh_too() -> None:
     assert str(caught.value).endswith(f"{advice}devices: the state is partitioned like the parameters.")
     alone = "Raise the budget, or keep the state in host memory: rj.offload_optimizer(optimizer)."
     assert remedy({"optimizer state": 1}) == alone
+
+
+def test_the_arguments_of_a_finished_step_hold_memory_under_their_positions() -> None:
+    w, x = jax.ShapeDtypeStruct((3, 8, 8), jnp.float32), jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    loss = lambda w, x: jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, w)[0].sum()  # noqa: E731
+    step = jax.jit(lambda w, x: w - jax.grad(loss)(w, x))
+    names = ("w", "", "x"), ("argument 0", "argument 0", "argument 1")
+    live = [LiveBuffer(name, module, "argument", 16, "f32[4]") for name, module in zip(*names, strict=True)]
+    sizes = Sizes(0, 48, 0, 0, 0, 0, 0, 0, live=(*live, LiveBuffer("mul", "", "forward", 128, "f32[8,4]")))
+    held = held_by(rj.Workload.from_step(step, w, x), sizes)
+    assert held == {"kept between the passes: of no module": 128, "argument 0": 32, "argument 1": 16}

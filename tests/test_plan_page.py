@@ -105,6 +105,9 @@ def test_the_picture_has_every_policy_and_the_budget():
     texts = [element.text for element in drawn.iter(f"{SVG}text")]
     # At the upper edge, a quarter above the slowest point of the line; no tick is near its time.
     assert "slow ↑ 200 ms" in texts and "20" not in texts and "200" not in texts
+    # Between the upper edge and the frame a point has its own place.
+    slow = (*plan().named, Point("slow", 70 * MIB, 0, 0.0131 * 1.25 * 1.11, False))
+    assert "slow" in [element.text for element in ElementTree.fromstring(picture(plan(named=slow)).svg()).iter(f"{SVG}text")]
     with pytest.raises(ValueError, match="frontier is empty"):
         frontier_figure([], [], FrontierPoint(1, 1.0, True, ""), 1, "t")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -14,7 +15,9 @@ from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.options import WITHOUT_TRITON
 from remat_jax.memory.compile.process import NotDoneError
+from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.planning import loop, without_triton
+from remat_jax.planning.candidate import Compiled
 from tests.plan_models import MlpLayer, job
 
 pytestmark = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
@@ -75,3 +78,10 @@ def test_a_plan_that_cannot_be_checked_without_triton_is_returned_with_a_note(wo
     assert [note for note in plan.notes if "cuBLAS" in note] == [
         f"Not shown: whether the step fits if XLA chooses cuBLAS for the matmuls: {why}"
     ]
+
+
+def test_a_step_that_was_compiled_without_triton_is_not_compiled_so_again(monkeypatch) -> None:
+    monkeypatch.setattr(without_triton, "compile_programs", Mock(side_effect=AssertionError("compiled again")))
+    compiled = Compiled(100, 0, True, Sizes(0, 100, 0, 0, 0, 0, 0, 0, untiled=True))
+    compiler = Mock(target=target("h200"), deadline=time.monotonic() + 60)
+    assert without_triton.more_without_triton(compiler, Mock(compiled=compiled)) == 0

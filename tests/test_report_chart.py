@@ -92,6 +92,21 @@ def test_a_name_keeps_clear_of_a_line_of_other_names_and_of_the_edge():
     assert at_the_edge == pytest.approx((59.818, 48.623, 89.818, 58.623), abs=1e-3)
 
 
+def test_a_name_keeps_clear_of_the_ring_around_its_point_and_of_the_limit():
+    """Right of its point, the name would cross the limit."""
+    point = (2.0, 1.0)
+    named = Series("named", INK, points=[point, (1.0, 2.0), (4.0, 3.0)], names=["a_named_policy", "", ""])
+    root = drawn(Panel("", "x", "y", [named, Series("ring", VERMILLION, rings=[point])], limit=("budget", 2.2)))
+    ring = next(circle for circle in root.iter(f"{SVG}circle") if circle.get("stroke") == VERMILLION)
+    limit = next(text for text in root.iter(f"{SVG}text") if text.text == "budget")
+    name = next(text for text in root.iter(f"{SVG}text") if text.text == "a_named_policy")
+    left, below = float(name.get("x")), float(name.get("y"))
+    right, above = left + text_width("a_named_policy", 12), below - 12
+    across, down = float(ring.get("cx")), float(ring.get("cy"))
+    assert right < across - 11 or left > across + 11 or above > down + 11 or below < down - 11
+    assert not left <= float(limit.get("x")) + 6 <= right
+
+
 def test_a_limit_is_named_and_in_view():
     picture = chart([Panel("t", "x", "y", [RESULT], limit=("budget", 40.0))])
     x = re.search(r'd="M([\d.]+) [^"]*" fill="none" stroke="#D55E00" stroke-width="1.3" stroke-dasharray', picture.svg())

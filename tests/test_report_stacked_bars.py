@@ -45,6 +45,13 @@ def hatched(picture):
     return tooltips
 
 
+def test_the_arguments_of_a_finished_step_are_not_its_batch():
+    """Argument 0 is usually the whole training state."""
+    state = {("argument 0", "argument"): 8 * MIB, ("argument 0", "forward"): 2 * MIB, ("argument 1", "argument"): 1 * MIB}
+    bars = grouped({"off": {**state, ("Net/up", "forward"): 4 * MIB, ("Net/down", "forward"): 4 * MIB}}, 2)["off"]
+    assert bars == {("arguments", "kept"): 11 * MIB, ("up", "kept"): 4 * MIB, ("down", "kept"): 4 * MIB}
+
+
 def test_every_byte_is_in_one_part_and_layers_are_together():
     bars = grouped(MEMORY, 2)
     assert bars["off"] == {

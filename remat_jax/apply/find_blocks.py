@@ -53,8 +53,13 @@ class FoundBlocks:
 
     @property
     def text(self) -> str:
-        """What was taken and why, in one sentence, and what else could be blocks."""
-        taken = " and ".join(f"{each.name} ({each.calls} calls)" for each in self.taken)
+        """What was taken and why, in one sentence, and what else could be blocks.
+
+        >>> FoundBlocks(tuple(Found(name, "", 2, 8, 4) for name in ("up", "norm", "down")), (), 30).text.partition(".")[0]
+        'Blocks found: up (2 calls), norm (2 calls) and down (2 calls)'
+        """
+        *first, last = [f"{each.name} ({each.calls} calls)" for each in self.taken]
+        taken = f"{', '.join(first)} and {last}" if first else last
         dropped, again = sum(each.bytes for each in self.taken), max(each.largest for each in self.taken)
         others = [each.name for each in self.others if each.calls > 1 and each.saved > self.residual_bytes / 100][:4]
         return (

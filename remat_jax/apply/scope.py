@@ -253,6 +253,11 @@ def _never_called(block: Block, record: Record) -> str:
     if not isinstance(block, type):
         kind = "function" if method_of(block) is None else "method"
         return f"block={name_of(block)}: this {kind} was never called, so its policy has no effect.{hint} {seen}"
+    if block.__name__ in record.modules.values():
+        hint = (
+            f" Another class {block.__name__} was called: a notebook's cell that is run again, or a file that is imported "
+            "under two names, defines its classes again. Make the model again, or give the class that it uses."
+        )
     return (
         f"block={block.__name__}: this class was never called, so its policy has no effect.{hint} {seen} "
         "Name the class whose __call__ runs once per layer."

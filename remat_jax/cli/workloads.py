@@ -23,6 +23,7 @@ from remat_jax.errors import ArgumentError, RematError, nearest
 from remat_jax.hardware import Target
 from remat_jax.memory.compile.devices import check_size
 from remat_jax.mesh import as_mesh
+from remat_jax.planning.model import GIVEN_FILE
 from remat_jax.planning.plan import Plan
 from remat_jax.policy import as_block_policy
 from remat_jax.workload import Workload
@@ -257,7 +258,7 @@ def _from_file(path: Path) -> ModuleType:
     # Under its own name, a file such as types.py would replace Python's standard module of this name.
     version = path, path.stat().st_mtime_ns, path.stat().st_size
     if version not in _ran:
-        spec = importlib.util.spec_from_file_location(f"_workload_{path.stem}", path)
+        spec = importlib.util.spec_from_file_location(f"{GIVEN_FILE}{path.stem}", path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module

@@ -165,8 +165,9 @@ def _listed(held: dict[str, int]) -> str:
 
 
 def _argument(name: str) -> str | None:
+    """The category of an argument with this name, or None. Each argument of a finished step (`argument 0`) is a category."""
     bare = re.sub(r"\[\d+\]$", "", name)
-    return bare if bare in _ARGUMENTS else None
+    return bare if bare in _ARGUMENTS or re.fullmatch(r"argument \d+", bare) else None
 
 
 def _sized(leaf: Any) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 
 from remat_jax.memory.compile.backends import LIMIT_OPTIONS
 from remat_jax.memory.compile.options import GRAPHS
+from remat_jax.planning.model import block_name
 from remat_jax.planning.plan_data import Beyond, LayerRow, Part, PlanData, Point, over_budget, plan_point
-from remat_jax.policy import NAMED
+from remat_jax.policy import NAMED, LayerPolicies
 from remat_jax.report.tables import format_bytes, format_difference, format_estimate, format_flops, render, table
 
 GIB = 2**30
@@ -117,13 +118,11 @@ def explanation(plan: PlanData) -> str:
     lines = [summary(plan), "Bytes and times are of one layer.", ""]
     if plan.is_off:
         lines.append("Nothing is checkpointed: the whole step fits as it is.")
-    before: Part | None = None
+    layered = [(block_name(each), policy) for each, policy in plan.policies.items() if isinstance(policy, LayerPolicies)]
+    cuts = {(name, cut) for name, policy in layered for cut in policy.cuts}
     for part in plan.parts if not plan.is_off else ():
-        # Two adjacent runs with the same policy are separate because the scan is cut between them.
-        cut = before is not None and (before.block, before.policy) == (part.block, part.policy)
-        lines.append(f"{part.where}, in a scan of its own:" if cut else f"{part.where}:")
+        lines.append(f"{part.where}, in a scan of its own:" if (part.block, part.first) in cuts else f"{part.where}:")
         lines += _lines(part, plan)
-        before = part
     changes = render(beyond_table(plan)).splitlines() if plan.beyond else []
     lines += ["", next_gib(plan), *plan.notes, *changes]
     return "\n".join(lines)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from remat_jax.memory.compile.options import GRAPHS
 
 KINDS = {
     "left_out": "a candidate could not be compiled",
@@ -47,3 +51,19 @@ def info(kind: str, text: str) -> PlanFinding:
 def warning(kind: str, text: str) -> PlanFinding:
     """A finding about the plan's step, which is also issued as a warning."""
     return PlanFinding(kind, "warning", text)
+
+
+def option_findings(is_limited: bool, options: Mapping[str, Any], has_loss: bool) -> list[PlanFinding]:
+    """The compiler options that the plan's step needs. A finished step, which has no loss of its own, gets them from `apply`.
+
+    >>> [finding.text for finding in option_findings(True, {}, has_loss=False)]
+    ["The step fits only with the budget as XLA's memory limit, which plan.apply sets if the step has a jit"]
+    """
+    findings = []
+    if is_limited:
+        how = ": give plan.compiler_options to its jax.jit" if has_loss else ", which plan.apply sets if the step has a jit"
+        findings.append(warning("options", f"The step fits only with the budget as XLA's memory limit{how}"))
+    if GRAPHS in options:
+        how = ": give them to the jax.jit of the step" if has_loss else ", which plan.apply sets if the step has a jit"
+        findings.append(warning("options", f"The copies in loops overlap compute only with plan.compiler_options{how}"))
+    return findings

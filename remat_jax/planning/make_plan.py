@@ -18,7 +18,7 @@ from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.advice import SHOWN, Advice, advise, largest, traced_products
 from remat_jax.memory.compile.devices import check_devices, host_shortage
-from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, GRAPHS, Kernels, check_timeout
+from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, Kernels, check_timeout
 from remat_jax.memory.compile.process import NotDoneError
 from remat_jax.planning.beyond import Predicted, estimated, with_changes
 from remat_jax.planning.candidate import StepCandidate, Tried
@@ -26,7 +26,7 @@ from remat_jax.planning.changes import CHANGES, checked
 from remat_jax.planning.check_budget import budget_bytes, check_arguments_fit, host_budget_bytes, infeasible
 from remat_jax.planning.choose_fastest import choose_fastest
 from remat_jax.planning.compile_candidates import Compiler, Progress, one_line
-from remat_jax.planning.findings import info, warning
+from remat_jax.planning.findings import info, option_findings, warning
 from remat_jax.planning.fit_memory import predicted
 from remat_jax.planning.generators.as_written import counted_flops
 from remat_jax.planning.loop import Ended, search, settle
@@ -323,12 +323,7 @@ class _Planner:
             self.findings.append(info("blocks", self.workload.found.text))
         if self.workload.replaced_checkpoints and candidate.checkpoints:
             self.findings.append(info("replaced", replaced_text(self.workload.replaced_checkpoints)))
-        if candidate.memory_limit is not None:
-            text = "The step fits only with the budget as XLA's memory limit: give plan.compiler_options to its jax.jit"
-            self.findings.append(warning("options", text))
-        if GRAPHS in sizes.compiler_options:
-            text = "The copies in loops overlap compute only with plan.compiler_options: give them to the jax.jit of the step"
-            self.findings.append(warning("options", text))
+        self.findings += option_findings(candidate.memory_limit is not None, sizes.compiler_options, self.workload.has_loss)
         if (short := host_shortage(best.compiled.host_bytes, self.target)) is not None:
             self.findings.append(warning("host", f"Host memory: {short}, or plan with a host_budget"))
         if sizes.warning is not None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +29,9 @@ from remat_jax.workload import Workload
 
 Leaf = tuple[str, tuple[int, ...], str]
 """Path, shape, dtype."""
+
+GIVEN_FILE = "_workload_"
+"""Before the name of a file's module, if the file was given to `remat-jax`."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class Model:
             if there[shape, dtype] < 0:
                 raise PlanningError(
                     f"{plan_name} was made for a model with the parameter {path} of shape {list(shape)} and dtype {dtype}, but "
-                    "no argument has it: apply the plan to the loss of the model that it was made for, or plan again"
+                    "no argument has it: apply the plan to the loss or the step that it was made for, or plan again"
                 )
         return types
 
@@ -271,6 +276,7 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, plan_name: 
     if kind == "function" and not named:
         named = loaded_methods(name)
     exact = [each for each in named if each.__module__ == module]
+    exact = exact or [each for each in named if _imported_as(each.__module__) == _imported_as(module)]
     modules = sorted({each.__module__ for each in exact or named})
     if len(modules) != 1:
         how = (
@@ -282,14 +288,21 @@ def find_block(key: tuple[str, str, str], workload: Workload | None, plan_name: 
             f"{plan_name} puts a policy on the {kind} {name!r} of {module!r}, and {how}: import the model first, or give the "
             "workload, as in Plan.load(path, workload)"
         )
-    # A file that is run has another module name than the same file imported.
     if not exact:
+        here = "has none here" if module in sys.modules else "is not loaded"
         warn(
-            f"{plan_name} puts a policy on the {kind} {name!r} of the module {module!r}, which is not loaded: the {kind} of "
-            f"the same name in {modules[0]!r} was used instead. Give the workload, as in Plan.load(path, workload), to be sure"
+            f"{plan_name} puts a policy on the {kind} {name!r} of the module {_imported_as(module)!r}, which {here}: "
+            f"the {kind} of the same name in {modules[0]!r} was used instead. Give the workload, as in "
+            "Plan.load(path, workload), to be sure"
         )
     # If a notebook redefines a class, take the last definition.
     return (exact or named)[-1]
+
+
+def _imported_as(module: str) -> str:
+    """The name under which a program imports this module: a file that is run, or given to `remat-jax`, has another name."""
+    file = getattr(sys.modules["__main__"], "__file__", None) if module == "__main__" else None
+    return Path(file).stem if file else module.removeprefix(GIVEN_FILE)
 
 
 def _state(leaf: Any) -> Any:

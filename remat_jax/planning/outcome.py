@@ -95,11 +95,12 @@ def _remark(tried: Tried | None) -> str:
 
 
 def parts_of(described: Described, stack: Stack, candidate: StepCandidate) -> tuple[Part, ...]:
-    """The layers' actions, with one `Part` per run of equal layers."""
+    """The layers' actions, with one `Part` per run of equal layers. Calls of another block may be between them."""
     kinds = {block.name: kind for block, kind in zip(stack.blocks, described.kinds, strict=True)}
     blocks = singles(stack)
     first = {block.name: at for at, block in reversed(list(enumerate(blocks)))}
-    parts = []
+    parts: list[Part] = []
+    before = None
     grouped = max((end for _, end in candidate.groups), default=0)
     for start, stop in runs(stack, [(kept, at < grouped) for at, kept in enumerate(candidate.kept)], candidate.cuts):
         block, load = blocks[start], candidate.loads[start]
@@ -127,8 +128,34 @@ def parts_of(described: Described, stack: Stack, candidate: StepCandidate) -> tu
             recompute_seconds=price.seconds,
             copy_seconds=sum(each) / layers,
         )
-        parts.append(part)
+        # Adjacent runs of one block that act alike are separate because the scan is cut between them.
+        _add(part, parts, may_extend=before != kind.block)
+        before = kind.block
     return tuple(parts)
+
+
+def _add(part: Part, parts: list[Part], may_extend: bool) -> None:
+    """Append the part; or extend the earlier part that it continues."""
+    for at in range(len(parts) - 1, -1, -1) if may_extend else ():
+        earlier = parts[at]
+        step = part.first - earlier.first - (earlier.layers - 1) * earlier.every
+        steps = {each.every for each in (earlier, part) if each.layers > 1} | {step}
+        if earlier.block == part.block and steps in ({1}, {2}) and _of_one(earlier) == _of_one(part):
+            layers = earlier.layers + part.layers
+            copies = earlier.layers * earlier.copy_seconds + part.layers * part.copy_seconds
+            sums = {name: getattr(earlier, name) + getattr(part, name) for name in _SUMS}
+            parts[at] = replace(earlier, layers=layers, every=step, copy_seconds=copies / layers, **sums)
+            return
+    parts.append(part)
+
+
+_SUMS = ("saved_bytes", "offloaded_bytes", "recomputed_bytes")
+
+
+def _of_one(part: Part) -> Part:
+    """The part of one of its layers, at position 0; the time of its copies left out."""
+    sums = {name: getattr(part, name) // part.layers for name in _SUMS}
+    return replace(part, first=0, layers=1, every=1, copy_seconds=0.0, **sums)
 
 
 def _policy_at(kind: Kind, block: Block, candidate: StepCandidate, at: int) -> tuple[Policy, str, Sequence[Choice]]:

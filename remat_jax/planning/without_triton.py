@@ -33,6 +33,8 @@ def more_without_triton(compiler: Compiler, tried: Tried) -> int | None:
     """
     if not backend_of(compiler.target).chooses_kernels_on_device:
         return None
+    if tried.compiled.sizes is not None and tried.compiled.sizes.untiled:
+        return 0  # it was compiled without Triton already
     left = compiler.deadline - time.monotonic()
     try:
         if left <= 0:

@@ -34,9 +34,11 @@ _DISTANCES = (9, 12, 16, 22, 30, 40, 52, 66, 82, 100, 122, 148, 178)
 _DIRECTIONS = 24
 _CLEARANCE, _RADIUS, _STEP = 2.0, 6.0, 6.0
 _LETTERS = 12
+_RING = 11
 FRONTIER, THE_PLAN = "frontier", "the plan"
 """Names of the series that the page's script reads: the slider's points, and the ring around the plan."""
-_FAR = 1.25
+_FAR, _NEAR = 1.25, 1.12
+"""The upper edge above the slowest point of the line, and the frame above the upper edge (`_spread` of the times)."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +152,11 @@ def _draw(picture: Picture, panel: Panel, area: Box) -> None:
                 tooltip = series.tooltips[index] if series.tooltips else _values(series, index)
                 picture.mark(series.shape, place, series.colour, series.size, hollow=is_hollow, tooltip=tooltip)
             for place in at(series.rings):
-                picture.mark(series.shape, place, series.colour, 11, fill="none")
+                picture.mark(series.shape, place, series.colour, _RING, fill="none")
     taken = [box for series in panel.series for box in boxes_along(at(series.line))]
     taken += [(px - 5, py - 5, px + 5, py + 5) for series in panel.series for px, py in at(series.points) if not series.names]
+    taken += [(px - _RING, py - _RING, px + _RING, py + _RING) for series in panel.series for px, py in at(series.rings)]
+    taken += [] if panel.limit is None else boxes_along([(x(panel.limit[1]), top), (x(panel.limit[1]), bottom)])
     named = [
         (place, name, series.colour)
         for series in panel.series
@@ -168,7 +172,7 @@ def _values(series: Series, index: int) -> str:
 
 
 def _name(picture: Picture, named: Sequence[tuple[Place, str, str]], area: Box, taken: Sequence[Box]) -> None:
-    """Write each name near its point, clear of points, lines and other names; a line connects a distant name to its point."""
+    """Write each name near its point, clear of marks, lines and other names; a line connects a distant name to its point."""
     sizes = [(text_width(name, _LETTERS) + 8, _LETTERS * 1.2) for _, name, _ in named]
     boxes = place_labels([place for place, _, _ in named], sizes, area, taken=taken)
     for (place, name, colour), (left, top, right, bottom) in zip(named, boxes, strict=True):
@@ -293,7 +297,8 @@ def frontier_figure(
     unit = byte_unit(max(budget, *(point.device_bytes for point in points)))
     word, second = time_unit(max(point.seconds for point in points))
     # A far slower point would squeeze the other points together: draw it at the upper edge, with its time as text.
-    slowest = _FAR * max(point.seconds for point in (*frontier, chosen))
+    far = _FAR * max(point.seconds for point in (*frontier, chosen))
+    slowest = max([far, *(point.seconds for point in points if point.seconds <= _NEAR * far)])
 
     def at(point: FrontierPoint) -> tuple[float, float]:
         return scaled_bytes(point.device_bytes, unit), min(point.seconds, slowest) / second

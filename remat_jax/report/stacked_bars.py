@@ -38,7 +38,12 @@ A figure draws each part in its own colour, and hatches some kinds.
 """
 
 _COLOURS = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, "#F0E442")
-_ARGUMENTS = {"parameters": "#4d4d4d", "frozen parameters": "#6e6e6e", "optimizer state": "#909090", "batch": "#b5b5b5"}
+_OF_A_STEP = "arguments"
+"""The arguments of a finished step, which are known by their positions alone: `argument 0`."""
+_ARGUMENTS = {
+    **{"parameters": "#4d4d4d", "frozen parameters": "#6e6e6e", "optimizer state": "#909090", "batch": "#b5b5b5"},
+    _OF_A_STEP: "#4d4d4d",
+}
 _OTHER, _NOWHERE, ARGUMENTS = "other modules", "of no module", "arguments and results"
 _GREYS = {**_ARGUMENTS, ARGUMENTS: _ARGUMENTS["optimizer state"], _OTHER: "#d0d0d0", _NOWHERE: "#e8e8e8"}
 KEPT, WORKING = "kept", "working set"
@@ -205,7 +210,7 @@ def _argument(path: str, phase: str) -> str | None:
     name = re.sub(r"\[\d+\]$", "", path)
     if name in _ARGUMENTS:
         return name
-    return "batch" if phase == "argument" else None
+    return _OF_A_STEP if phase == "argument" or re.fullmatch(r"argument \d+", path) else None
 
 
 def _short(name: str) -> str:

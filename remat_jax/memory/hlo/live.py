@@ -91,8 +91,14 @@ def _slice_source(instruction: Instruction) -> Instruction | None:
     if primitive not in ("dynamic_slice", "dynamic_update_slice") or instruction.opcode not in _SLICES:
         return None
     arrays = [source for source in instruction.inputs if source is not None and "s32[]" not in source.shape]
+    # A fusion may change the stack under another shape or layout, but not under another size.
     is_update = primitive == "dynamic_update_slice"
-    return next((source for source in arrays if not is_update or source.shape != instruction.shape), None)
+    return next((source for source in arrays if not is_update or _size(source) != _size(instruction)), None)
+
+
+def _size(instruction: Instruction) -> int:
+    """The number of elements of the result's arrays."""
+    return sum(math.prod(array.dims) for array in instruction.arrays)
 
 
 def _is_unchanged(written: Instruction | None, place: int) -> bool:
@@ -111,8 +117,9 @@ class Schedule:
         matches = [match for match in map(_RANGE.match, live_ranges.splitlines()) if match is not None]
         ranges = {(match["name"], match["index"]): (int(match["start"]), int(match["end"])) for match in matches}
         self.ranges = {value: span for value, span in ranges.items() if value in self.places}
-        computations = parse(program).computations.values()
-        self._instructions = {instruction.name: instruction for computation in computations for instruction in computation}
+        module = parse(program)
+        self._entry = module.entry_name
+        self._instructions = {each.name: each for computation in module.computations.values() for each in computation}
         self._loops = {each.attribute("body"): each for each in self._instructions.values() if each.opcode == "while"}
 
     def buffer(self, value: _Value) -> LiveBuffer:
@@ -124,7 +131,7 @@ class Schedule:
         places = tuple(int(place) for place in index.split(",") if place)
         shape = re.sub(r"\{.*", "", _element(instruction.shape, places))
         origin = _traced(instruction, places, self._before)[0]
-        if origin.opcode == "parameter":
+        if origin.opcode == "parameter" and origin.home.name == self._entry:
             is_argument = instruction.opcode in ("parameter", "get-tuple-element", "tuple", "while")
             # A copy or a slice of an argument, such as one layer of stacked parameters, has a buffer of its own.
             phase = "argument" if is_argument else module_path(instruction.op_name)[2]
