@@ -45,6 +45,7 @@ def _alias(module: Any, x: Any) -> Any:
 def _lists(module: Any, x: Any) -> Any:
     module.calls, module.text = module.calls + 1, module.text + "y"
     module.log.append(module.calls)
+    module.notes[str(module.calls)] = module.text
     module.arrays.append(x.mean() * module.calls)
     module.stats.append(module.stats.pop(0))
     module.parts[f"stat{module.calls}"] = nnx.BatchStat(x)
@@ -85,7 +86,7 @@ class Stateful(nnx.Module):
         self.stats = nnx.List([nnx.BatchStat(jnp.asarray(float(value))) for value in range(3)])
         self.parts = nnx.Dict(one=_linear(rngs), two=_linear(rngs))
         self.rngs, self.none, self.arrays = nnx.Rngs(5), nnx.data(None), nnx.data([jnp.asarray(1.0)])
-        self.calls, self.log, self.text = 0, [], "x"
+        self.calls, self.log, self.notes, self.text = 0, [], {}, "x"
         self.drop = nnx.Dropout(0.3, rngs=rngs)
 
     def __call__(self, x: Any) -> Any:
@@ -178,7 +179,7 @@ def held(model: Any) -> Any:
         if isinstance(node, nnx.Variable):
             parts[path] = type(node).__name__, {key: str(value) for key, value in node.get_metadata().items()}
         elif not str(path[-1:]).startswith("('_pytree__"):
-            parts[path] = str(node) if isinstance(node, int | str | None | list) else type(node).__name__
+            parts[path] = str(node) if isinstance(node, int | str | None | list | dict) else type(node).__name__
     return parts, sorted(map(sorted, nnx.find_duplicates(model)))
 
 
