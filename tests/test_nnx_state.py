@@ -9,7 +9,8 @@ from flax import nnx
 
 import remat_jax as rj
 from remat_jax.errors import UnsupportedError
-from tests.fault.module_state import CHANGES, WAYS, ModuleState
+from tests.fault.module_state import CHANGES, WAYS, ModuleState, Stateful
+from tests.fault.ops import WIDTH
 from tests.fault.tally import Tally
 from tests.test_nnx import Layer, Model, assert_same, inputs, loss
 
@@ -29,6 +30,13 @@ def test_a_block_leaves_its_module_as_the_plain_call_does(case):
     tally = Tally.empty()
     case.check(tally)
     assert tally.checked == 1, tally
+
+
+def test_a_list_and_a_dict_that_the_caller_holds_stay_the_same_objects(x64):
+    model = Stateful(("lists",))
+    log, notes = model.log, model.notes
+    rj.checkpoint_blocks(lambda model, x: model(x), {Stateful: "full"})(model, jnp.ones((2, WIDTH)))
+    assert model.log is log and model.notes is notes and (log, notes) == ([1], {"1": "xy"})
 
 
 def test_a_block_returns_its_own_and_new_objects():
