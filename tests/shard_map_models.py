@@ -20,18 +20,17 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
+from tests.small_models import Stack
 
 BATCH, LENGTH, WIDTH, HEADS, LAYERS = 4, 8, 8, 2, 2
 AXES = ("fsdp", "tensor", "sequence")
 POLICIES: dict[str, Any] = {
-    "full": "full",
     "offload_inputs": "offload_inputs",
-    "dots": "dots",
     "offload_dots": "offload_dot_with_no_batch_dims",
     "named": "offload: *hidden*; save: @inputs",
     "by_layer": rj.LayerPolicies.of(["offload_inputs", "save: *hidden*"]),
 }
-UNROLLED = ("offload_inputs", "by_layer")
+MODES = [*(("scanned", policy) for policy in POLICIES), ("nnx", "offload_inputs"), ("nnx", "by_layer")]
 OF_WEIGHTS = {
     "qkv": P("fsdp", None, "tensor"),
     "out": P("tensor", "fsdp"),
@@ -78,27 +77,6 @@ class Block(nn.Module):
         return block(x, {name: self.param(name, initial, local(name, self.divided)) for name in SHAPES}, self.divided)
 
 
-class Unrolled(nn.Module):
-    divided: bool = False
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for index in range(LAYERS):
-            x = Block(self.divided, name=f"layer_{index}")(x)
-        return x
-
-
-class Scanned(nn.Module):
-    divided: bool = False
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        body = nn.scan(
-            lambda layer, x, _: (layer(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS
-        )
-        return body(Block(self.divided, name="layer"), x, None)[0]
-
-
 class NnxBlock(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         for name, shape in SHAPES.items():
@@ -109,40 +87,39 @@ class NnxBlock(nnx.Module):
         return block(x, {name: getattr(self, name)[...] for name in SHAPES}, self.divided)
 
 
-class NnxModel(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([NnxBlock(rngs) for _ in range(LAYERS)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+Case = tuple[Any, Callable[[bool], Callable[..., Any]], type]
 
 
 @functools.cache
-def linen_case(kind: type) -> tuple[Any, Callable[[bool], Callable[..., Any]], type]:
+def linen_case(scanned: bool) -> Case:
     """The parameters; the model as a function of parameters and x, partitioned or not; the class of its blocks."""
-    params = jax.jit(kind().init)(jax.random.key(0), jnp.zeros((1, LENGTH, WIDTH)))
-    return params, lambda divided: kind(divided).apply, Block
+
+    def model(divided: bool) -> Stack:
+        return Stack(functools.partial(Block, divided), LAYERS, scanned)
+
+    params = jax.jit(model(False).init)(jax.random.key(0), jnp.zeros((1, LENGTH, WIDTH)))
+    return params, lambda divided: model(divided).apply, Block
 
 
 @functools.cache
-def nnx_case() -> tuple[Any, Callable[[bool], Callable[..., Any]], type]:
-    graphdef, params = nnx.split(NnxModel(nnx.Rngs(0)))
+def nnx_case() -> Case:
+    """The same in NNX, unrolled."""
+    rngs = nnx.Rngs(0)
+    graphdef, params = nnx.split(nnx.List([NnxBlock(rngs) for _ in range(LAYERS)]))
 
     def made(divided: bool) -> Callable[..., Any]:
         def apply(params: Any, x: jax.Array) -> jax.Array:
-            model = nnx.merge(graphdef, params)
-            for layer in model.layers:
+            for layer in nnx.merge(graphdef, params):
                 layer.divided = divided
-            return model(x)
+                x = layer(x)
+            return x
 
         return apply
 
     return params, made, NnxBlock
 
 
-CASES = {"linen": lambda: linen_case(Unrolled), "scanned": lambda: linen_case(Scanned), "nnx": nnx_case}
+CASES = {"linen": lambda: linen_case(False), "scanned": lambda: linen_case(True), "nnx": nnx_case}
 
 
 def spec(path: Any, leaf: Any) -> P:
@@ -152,7 +129,7 @@ def spec(path: Any, leaf: Any) -> P:
     return P(*[None] * (leaf.ndim - len(axes)), *axes)
 
 
-def losses(case: str, mesh: Any, check: bool = True) -> tuple[Any, type, Callable[..., Any], Callable[..., Any]]:
+def losses(case: str, mesh: Any) -> tuple[Any, type, Callable[..., Any], Callable[..., Any]]:
     """Parameters, the blocks' class, the loss on one device, and the same loss inside `shard_map`."""
     params, made, of_blocks = CASES[case]()
     specs = jax.tree.map_with_path(spec, params)
@@ -163,7 +140,7 @@ def losses(case: str, mesh: Any, check: bool = True) -> tuple[Any, type, Callabl
     def of_part(params: Any, x: jax.Array) -> jax.Array:
         return jax.lax.psum((made(True)(params, x) ** 2).sum(), ("fsdp", "sequence"))
 
-    divided = jax.shard_map(of_part, mesh=mesh, in_specs=(specs, P("fsdp", "sequence")), out_specs=P(), check_vma=check)
+    divided = jax.shard_map(of_part, mesh=mesh, in_specs=(specs, P("fsdp", "sequence")), out_specs=P())
     return params, of_blocks, alone, divided
 
 
@@ -220,14 +197,14 @@ def main(path: str) -> None:
     def keep(name: str, gradients: Any) -> None:
         arrays.update({f"{name}/{place}": np.asarray(leaf) for place, leaf in enumerate(jax.tree.leaves(gradients))})
 
-    for case in CASES:
+    for case in dict(MODES):
         params, of_blocks, alone, divided = losses(case, mesh)
         keep(f"{case}/alone", jax.jit(jax.grad(alone))(params, x))
-        for name in POLICIES if case == "scanned" else UNROLLED:
+        for name in (policy for model, policy in MODES if model == case):
             keep(f"{case}/{name}", jax.jit(jax.grad(rj.checkpoint_blocks(divided, {of_blocks: POLICIES[name]})))(params, x))
-    keep("linen/inside", jax.jit(inside("linen", mesh))(CASES["linen"]()[0], x))
-    params, of_blocks, _, divided = losses("linen", mesh)
-    keep("linen/eager", jax.grad(rj.checkpoint_blocks(divided, {of_blocks: "offload_inputs"}))(params, x))
+    keep("nnx/inside", jax.jit(inside("nnx", mesh))(CASES["nnx"]()[0], x))
+    params, of_blocks, _, divided = losses("nnx", mesh)
+    keep("nnx/eager", jax.grad(rj.checkpoint_blocks(divided, {of_blocks: "offload_inputs"}))(params, x))
     for within in (True, False):
         loss, params = constrained(mesh, within)
         arrays[f"eager/constraint {within}"] = refused(loss, params)

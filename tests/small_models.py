@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from remat_jax import compat
 from remat_jax.core.origins import is_on_host
@@ -79,6 +80,31 @@ class Stack(nn.Module):
             length=self.layers,
         )
         return scan(self.block(name="layers"), x, None)[0]
+
+
+class NnxMlp(nnx.Module):
+    """A residual layer of two products, in the active float type."""
+
+    def __init__(self, rngs: nnx.Rngs, width: int = 4, hidden: int = 3) -> None:
+        dtype = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
+        self.up = nnx.Linear(width, hidden, rngs=rngs, param_dtype=dtype)
+        self.down = nnx.Linear(hidden, width, rngs=rngs, param_dtype=dtype)
+
+    def __call__(self, x: Any) -> Any:
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class NnxStack(nnx.Module):
+    """Layers in a list."""
+
+    def __init__(self, layers: int = 2) -> None:
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([NnxMlp(rngs) for _ in range(layers)])
+
+    def __call__(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
 def make_loss(block: Any = Mlp, *, scanned: bool = False, layers: int = 2) -> tuple[Callable[..., Any], Any, Any]:

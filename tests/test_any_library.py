@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 import remat_jax as rj
-from remat_jax import compat
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import ArgumentError, BlockError, PlanningError
 from remat_jax.planning import loop
 from tests.small_models import times
 
-WIDTH, LAYERS, POLICIES = 16, 3, ("full", "dots_with_no_batch_dims", "offload_dot_with_no_batch_dims", "1 x full | 2 x dots")
+WIDTH, LAYERS, POLICIES = 16, 2, ("full", "offload_dot_with_no_batch_dims", "1 x full | 1 x dots")
 
 
 class Block(eqx.Module):
@@ -87,29 +86,20 @@ def job(make, **options):
     return rj.Workload(loss, make(jax.random.key(0)), (jax.ShapeDtypeStruct(X, jnp.float32),), Block, **options)
 
 
-planned = functools.cache(job)
-"""The same job for every budget: it is traced once."""
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
-def assert_same_gradients(plain, policed, model, x):
-    expected, results = (eqx.filter_jit(eqx.filter_value_and_grad(fn))(model, x) for fn in (plain, policed))
+def assert_close(results, expected, relative):
     assert jax.tree.structure(expected) == jax.tree.structure(results)
     for wanted, got in zip(jax.tree.leaves(expected), jax.tree.leaves(results), strict=True):
-        np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), rtol=relative, atol=1e-6 if relative > 1e-6 else 1e-13)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("make", [Model, Scanned])
+@pytest.mark.parametrize(
+    ("make", "policy"), [(Model, POLICIES[1]), (Model, POLICIES[2]), (Scanned, POLICIES[0]), (Scanned, POLICIES[1])]
+)
 def test_gradients_are_those_of_the_model_as_written(make, policy, x64):
-    model = make(jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), X)
-    assert_same_gradients(loss, rj.checkpoint_blocks(loss, {Block: policy}), model, x)
+    model, x = make(jax.random.key(0)), jax.random.normal(jax.random.key(1), X)
+    losses = loss, rj.checkpoint_blocks(loss, {Block: policy})
+    expected, results = (eqx.filter_jit(eqx.filter_value_and_grad(fn))(model, x) for fn in losses)
+    assert_close(results, expected, 1e-12)
 
 
 def products(fn, model, x):
@@ -148,19 +138,17 @@ def test_globs_are_attribute_paths():
     assert sum(row.count for row in named if row.action == "save" and "mlp/eqx.nn.MLP/layers/0" in row.name) == LAYERS
 
 
-@pytest.mark.parametrize(("make", "share"), [(Model, 0.2), (Model, 0.6), (Model, 1.0), (Scanned, 0.6), (Scanned, 1.0)])
-def test_a_plan_applies_to_the_loss_as_it_is_written(make, share, monkeypatch):
-    if make is Model:  # which plan is found is asked elsewhere; here, that any is that of the model
-        monkeypatch.setattr(loop, "MOST_COMPILED", 3)
-    workload = planned(make)
+@pytest.mark.parametrize("make", [Model, Scanned])
+def test_a_plan_applies_to_the_loss_as_it_is_written(make, monkeypatch):
+    monkeypatch.setattr(loop, "MOST_COMPILED", 3)  # which plan is found is asked elsewhere; here, that any is that of the model
+    workload = job(make)
     full, off = (rj.measure(workload, policy, "cpu").device_bytes for policy in ("full", "off"))
-    budget = int(full + share * (off - full))
+    budget = int(full + 0.6 * (off - full))
     plan = rj.plan(workload, budget, "cpu")
     assert plan.device_bytes <= budget and list(plan.policies) == [Block]
     model, x = make(jax.random.key(0)), jax.random.normal(jax.random.key(1), X)
     expected, gradients = (eqx.filter_jit(eqx.filter_grad(fn))(model, x) for fn in (loss, plan.apply(loss)))
-    for wanted, got in zip(jax.tree.leaves(expected), jax.tree.leaves(gradients), strict=True):
-        np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), rtol=2e-4, atol=1e-6)
+    assert_close(gradients, expected, 2e-4)
 
 
 def test_the_doctor_reads_blocks_of_equinox():
@@ -172,29 +160,17 @@ def test_the_doctor_reads_blocks_of_equinox():
 
 
 def test_an_offload_of_equinox_blocks_is_tied_where_they_are_unrolled():
-    model, x = Model(jax.random.key(0)), jnp.ones(X)
-
     def barriers(make, policy):
         arrays, static = eqx.partition(make(jax.random.key(0)), eqx.is_inexact_array)
         policed = rj.checkpoint_blocks(loss, {Block: policy})
-        return times("optimization_barrier", jax.grad(lambda params, x: policed(eqx.combine(params, static), x)), arrays, x)
+        return times(
+            "optimization_barrier", jax.grad(lambda params, x: policed(eqx.combine(params, static), x)), arrays, jnp.ones(X)
+        )
 
     # Each block is traced at least at the end of its forward pass and at both ends of its backward pass.
     assert barriers(Model, "offload_inputs") >= 3 * LAYERS
     assert barriers(Model, "full") == barriers(Scanned, "offload_inputs") == 0
-    assert_same_gradients(loss, rj.checkpoint_blocks(loss, {Block: "offload_inputs"}), model, x)
-
-
-@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
-def test_an_offload_of_equinox_blocks_is_compiled_for_a_gpu():
-    report = rj.measure(job(Model), "offload_inputs", "h200")
-    assert report.host_bytes >= report.receipt.offered_bytes == LAYERS * 4 * X[0] * X[1] * X[2]
-
-
-@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
-def test_the_doctor_compiles_a_scanned_stack_of_equinox():
-    diagnosis = rj.doctor(job(Scanned), "full", "h200")
-    assert diagnosis.ok and diagnosis.regions == 1 and all(advice_item.compiled for advice_item in diagnosis.advice)
+    assert rj.residuals(job(Model), "offload_inputs").host_bytes == LAYERS * 4 * X[0] * X[1] * X[2]
 
 
 def test_only_floating_point_arrays_are_parameters():
@@ -272,18 +248,15 @@ def run(layer, scan):
     return loss
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(("scan", "policy"), [(False, POLICIES[2]), (True, POLICIES[1])])
 @pytest.mark.parametrize("style", STYLES)
-def test_functions_pytrees_and_regions_are_blocks(style, scan, x64):
+def test_functions_pytrees_and_regions_are_blocks(style, scan, policy, x64):
     block, layer = STYLES[style]
     fn, layers, x = run(layer, scan), [weights(seed) for seed in range(LAYERS)], jnp.ones((4, WIDTH))
     layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers) if scan else layers
     plain = run(lambda weights, x: x + jnp.tanh(x @ weights["up"]) @ weights["down"], scan)
-    expected = jax.grad(plain)(layers, x)
-    for policy in POLICIES:
-        gradients = jax.jit(jax.grad(rj.checkpoint_blocks(fn, {block: policy})))(layers, x)
-        for wanted, got in zip(jax.tree.leaves(expected), jax.tree.leaves(gradients), strict=True):
-            np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), atol=1e-12 * float(jnp.abs(wanted).max()))
+    gradients = jax.jit(jax.grad(rj.checkpoint_blocks(fn, {block: policy})))(layers, x)
+    assert_close(gradients, jax.jit(jax.grad(plain))(layers, x), 1e-12)
     rows = rj.residuals(rj.Workload(fn, layers, (x,), block), "dots")
     kept = sum(row.bytes for row in rows if row.action == "save" and row.name.endswith("dot_general#0"))
     assert kept == LAYERS * 4 * 32 * 8
@@ -293,6 +266,12 @@ def test_functions_pytrees_and_regions_are_blocks(style, scan, x64):
     assert offered == (LAYERS - 1 if style == "checkpoints" and not scan else LAYERS) * 4 * WIDTH * 8
 
 
+def of_function(style):
+    layers = [weights(seed) for seed in range(LAYERS)]
+    block, layer = STYLES[style]
+    return rj.Workload(run(layer, False), layers, (jax.ShapeDtypeStruct((512, WIDTH), jnp.float32),), block)
+
+
 def test_a_marked_function_under_vmap_is_a_block():
     def loss(weights, x):
         return jnp.sum(jax.vmap(layer_function, in_axes=(None, 0))(weights, x) ** 2)
@@ -300,15 +279,12 @@ def test_a_marked_function_under_vmap_is_a_block():
     w, x = weights(0), jax.random.normal(jax.random.key(1), (3, 4, WIDTH))
     full = rj.checkpoint_blocks(loss, {layer_function: "full"})
     assert matmuls(jax.grad(full), w, x) == matmuls(jax.grad(loss), w, x) + 1
-    for wanted, got in zip(jax.tree.leaves(jax.grad(loss)(w, x)), jax.tree.leaves(jax.grad(full)(w, x)), strict=True):
-        np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), rtol=1e-5)
+    assert_close(jax.grad(full)(w, x), jax.grad(loss)(w, x), 1e-5)
 
 
 def test_the_regions_that_are_there_are_planned(monkeypatch):
     monkeypatch.setattr(loop, "MOST_COMPILED", 3)
-    fn, layers = run(STYLES["checkpoints"][1], False), [weights(seed) for seed in range(LAYERS)]
-    x = jax.ShapeDtypeStruct((512, WIDTH), jnp.float32)
-    workload = rj.Workload(fn, layers, (x,), "checkpoints")
+    workload = of_function("checkpoints")
     assert workload.replaced_checkpoints == LAYERS
     most = rj.measure(workload, "everything", "cpu").device_bytes
     plan = rj.plan(workload, most, "cpu")
@@ -324,29 +300,23 @@ class Uncalled:
 
 
 @pytest.mark.parametrize(
-    ("block", "message"),
+    ("block", "error", "message"),
     [
-        (Uncalled, r"this class has no __call__, so its instances are never called.*remat_jax.block"),
-        (lambda x: x, r"expected a class whose instances are called .*function marked with @remat_jax.block"),
-        (3, r"block=3: expected a class"),
+        (
+            Uncalled,
+            ArgumentError,
+            r"this class has no __call__, so its instances are never called.*remat_jax.block",
+        ),
+        (lambda x: x, ArgumentError, r"expected a class whose instances are called .*function marked with @remat_jax.block"),
+        (3, ArgumentError, r"block=3: expected a class"),
+        (eqx.nn.Conv2d, BlockError, "Conv2d: this class was never called"),
+        (layer_function, BlockError, "layer_function: this function was never called"),
+        ("checkpoints", BlockError, "the function has no jax.checkpoint region"),
+        ("layer/*", BlockError, "the glob matches no path of a called module"),
     ],
 )
-def test_what_can_be_no_block_is_refused(block, message):
-    with pytest.raises(ArgumentError, match=message):
-        rj.checkpoint_blocks(loss, {block: "full"})
-
-
-@pytest.mark.parametrize(
-    ("block", "message"),
-    [
-        (eqx.nn.Conv2d, "Conv2d: this class was never called"),
-        (layer_function, "layer_function: this function was never called"),
-        ("checkpoints", "the function has no jax.checkpoint region"),
-        ("layer/*", "the glob matches no path of a called module"),
-    ],
-)
-def test_a_block_that_is_never_called_is_an_error(block, message):
-    with pytest.raises(BlockError, match=message):
+def test_what_is_no_block_or_is_never_called_is_an_error(block, error, message):
+    with pytest.raises(error, match=message):
         rj.checkpoint_blocks(loss, {block: "full"})(Model(jax.random.key(0)), jnp.ones(X))
 
 
@@ -368,8 +338,7 @@ def test_marks_say_what_they_need():
 
 def test_a_plan_of_a_marked_function_is_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "MOST_COMPILED", 3)
-    fn, layers = run(layer_function, False), [weights(seed) for seed in range(LAYERS)]
-    workload = rj.Workload(fn, layers, (jax.ShapeDtypeStruct((512, WIDTH), jnp.float32),), layer_function)
+    workload = of_function("function")
     plan = rj.plan(workload, rj.measure(workload, "dots", "cpu").device_bytes, "cpu")
     plan.save(tmp_path / "plan.json")
     assert rj.Plan.load(tmp_path / "plan.json", workload).policies == plan.policies
@@ -388,11 +357,7 @@ def test_a_base_class_stands_for_its_subclasses():
         def __call__(self, x):
             return jnp.tanh(x @ self.up)
 
-    def loss(layers, x):
-        for layer in layers:
-            x = layer(x)
-        return x.sum()
-
+    loss = run(lambda layer, x: layer(x), False)
     layers, x = [Tanh(jnp.ones((WIDTH, WIDTH)))] * 3, jnp.ones((2, WIDTH))
     full = rj.checkpoint_blocks(loss, {Base: "full"})
     counts = [matmuls(jax.value_and_grad(fn), layers, x) for fn in (full, loss)]

@@ -58,15 +58,15 @@ def branched(x: Any) -> Any:
 
 
 # Below BatchNorm the backward pass reads the second product as well, so `full` recomputes both products of a layer.
-TWO = {"full": 15, "dots": 11, "1 x full | 1 x dots": 13}
+TWO = {"full": 15, "1 x full | 1 x dots": 13}
 CASES: dict[str, tuple[Callable[..., Any], Any, dict[str, int]]] = {
     "modules": (two, Layer, TWO),
-    "glob": (two, "?", {"full": 15}),
-    "own remat": (under_remat, Layer, {"full": 15, "dots": 11}),
-    "layer_stack": (stacked, Layer.encode, {"full": 21, "dots": 18, "1 x full | 2 x dots": 19}),
-    "vmap": (mapped, Layer.encode, {"full": 13, "dots": 11, "1 x full | 1 x dots": 12}),
+    "glob": (two, "?", {"dots": 11}),
+    "own remat": (under_remat, Layer, {"dots": 11}),
+    "layer_stack": (stacked, Layer.encode, {"dots": 18, "1 x full | 2 x dots": 19}),
+    "vmap": (mapped, Layer.encode, {"1 x full | 1 x dots": 12}),
     "cond": (branched, Layer, {"full": 7}),
-    "function": (function, function, {"full": 6, "dots": 5}),
+    "function": (function, function, {"full": 6}),
 }
 
 
@@ -91,8 +91,7 @@ def test_masks_state_and_gradients_are_those_of_the_plain_model(name: str) -> No
         assert matmuls(gradient, *arguments) == count, policy
         got = jax.jit(gradient)(*arguments)
         assert jax.tree.structure(got) == jax.tree.structure(plain)
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(plain), strict=True):
-            assert jnp.allclose(a, b, rtol=1e-5, atol=1e-6), policy
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.allclose(a, b, rtol=1e-5, atol=1e-6)), got, plain)), policy
 
 
 def test_parameters_that_are_made_under_a_policy_are_the_same() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from typing import Any
 
 import jax
@@ -97,11 +96,8 @@ def assert_same(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:
         assert np.abs(a - b).max() <= tolerance * scale if a.dtype.kind == "f" else (a == b).all()
 
 
-POLICIES = ("full", "offload_inputs", "offload_dot_with_no_batch_dims", "save: *ffn/up*; offload: @inputs")
-
-
 @pytest.mark.versions
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["offload_dot_with_no_batch_dims", "save: *ffn/up*; offload: @inputs"])
 def test_gradients_statistics_and_rng_counters_are_those_of_the_plain_model(x64, policy):
     plain, model, x = Model(rate=0.3), Model(rate=0.3), inputs()
     expected = nnx.value_and_grad(loss)(plain, x)
@@ -151,20 +147,13 @@ def test_remat_of_a_class_costs_the_flops_of_nnx_remat_and_gives_its_gradients(x
     assert_same(nnx.grad(loss)(model, x), nnx.grad(loss)(hand, x))
 
 
-def test_under_jit_vmap_and_grad_over_split_state(x64):
+def test_under_jit_and_grad_over_split_state(x64):
     x, expected = inputs(), nnx.value_and_grad(loss)(Model(), inputs())
     checkpointed = rj.checkpoint_blocks(loss, {Layer: "dots"})
-    assert_same(nnx.jit(nnx.value_and_grad(checkpointed))(Model(), x), expected)
     assert_same(nnx.value_and_grad(nnx.jit(checkpointed))(Model(), x), expected)
     graphdef, params, rest = nnx.split(Model(), nnx.Param, ...)
     of_state = rj.checkpoint_blocks(lambda params, x: loss(merged(graphdef, params, rest), x), {Layer: "dots"})
     assert_same(jax.jit(jax.value_and_grad(of_state))(params, x), expected)
-
-    model = Model()
-    model.eval()
-    batch = jnp.stack([x, 2 * x])
-    each = nnx.vmap(loss, in_axes=(None, 0))(model, batch)
-    assert_same(nnx.vmap(rj.checkpoint_blocks(loss, {Layer: "full"}), in_axes=(None, 0))(model, batch), each)
 
 
 @pytest.mark.versions
@@ -284,14 +273,13 @@ def test_both_orders_of_tracing_with_a_jit_inside():
         inner = jax.jit(lambda state, x: loss(merged(graphdef, state), x))
         return state, (lambda state, x: inner(state, x))
 
+    counts = []
     for order in ((False, True, False), (True, False, True)):
         state, fn = make()
-        counts = [
-            matmuls(jax.value_and_grad(rj.checkpoint_blocks(fn, {Layer: "full"}) if policy else fn), state, x)
-            for policy in order
-        ]
-        plain, full = min(counts), max(counts)
-        assert full == plain + 2 and counts == [full if policy else plain for policy in order]
+        losses = [rj.checkpoint_blocks(fn, {Layer: "full"}) if policy else fn for policy in order]
+        counts.append([matmuls(jax.value_and_grad(loss), state, x) for loss in losses])
+    plain = counts[0][0]
+    assert counts == [[plain, plain + 2, plain], [plain + 2, plain, plain + 2]]
 
 
 def test_call_is_restored_also_after_an_exception():
@@ -308,27 +296,3 @@ def test_call_is_restored_also_after_an_exception():
     rj.checkpoint_blocks(loss, {Layer: "full"})(model, inputs())
     assert vars(Layer)["__call__"] is original and "__call__" not in vars(inherited)
     assert nnx_blocks.path_of(model.layers[0]) == "Layer", "its path was known during the call only"
-
-
-def test_threads_do_not_see_each_others_policies():
-    x, counts, errors = inputs(), {}, []
-
-    def work(index, policy):
-        try:
-            graphdef, state = nnx.split(Model())
-            fn = rj.checkpoint_blocks(loss, {Layer: policy}) if policy else loss
-            for _ in range(3):
-                counts.setdefault(index, set()).add(
-                    matmuls(lambda state: nnx.value_and_grad(fn)(merged(graphdef, state), x), state)
-                )
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(i, policy)) for i, policy in enumerate((None, "full", "everything", "full"))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    plain = next(iter(counts[0]))
-    assert counts == {0: {plain}, 1: {plain + 2}, 2: {plain}, 3: {plain + 2}}

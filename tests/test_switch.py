@@ -14,27 +14,18 @@ from flax import nnx
 import remat_jax as rj
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import ArgumentError, BlockError, PolicyError
+from tests.small_models import Mlp, NnxMlp, NnxStack, Stack, assert_bit_equal, assert_same
 
 
-class Block(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.up = nnx.Linear(4, 8, rngs=rngs)
-        self.down = nnx.Linear(8, 4, rngs=rngs)
+class Model(NnxStack):
+    """A stack with a head that is no block."""
 
-    def __call__(self, x: Any) -> Any:
-        return x + self.down(jnp.tanh(self.up(x)))
-
-
-class Model(nnx.Module):
     def __init__(self, layers: int = 2) -> None:
-        rngs = nnx.Rngs(0)
-        self.head = nnx.Linear(4, 4, rngs=rngs)
-        self.layers = nnx.List([Block(rngs) for _ in range(layers)])
+        super().__init__(layers)
+        self.head = nnx.Linear(4, 4, rngs=nnx.Rngs(1))
 
     def __call__(self, x: Any) -> Any:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+        return self.head(super().__call__(x))
 
 
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
@@ -52,12 +43,11 @@ def test_on_other_policy_and_off_again_in_place():
     counts = []
     for policy in ("full", "dots", "off", "full"):
         assert rj.enable_gradient_checkpointing(model, policy) is model
-        assert all(isinstance(layer, Block) and type(layer).__name__ == "Block" for layer in model.layers)
+        assert all(isinstance(layer, NnxMlp) and type(layer).__name__ == "NnxMlp" for layer in model.layers)
         assert type(model.head) is nnx.Linear
         counts.append(executions(model) - plain)
     assert counts == [2, 0, 0, 2]
-    for got, want in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(parameters), strict=True):
-        np.testing.assert_array_equal(got, want)
+    assert_bit_equal(nnx.state(model), parameters)
     assert rj.disable_gradient_checkpointing(model) is model
     assert [type(node) for _, node in nnx.iter_graph(model)] == classes and executions(model) == plain
     assert rj.disable_gradient_checkpointing(model) is model  # nothing to do
@@ -78,9 +68,8 @@ def test_functions_that_were_jitted_before_are_traced_anew():
     plain = step(model)
     for switch in (lambda: rj.enable_gradient_checkpointing(model), lambda: rj.disable_gradient_checkpointing(model)):
         switch()
-        for got, want in zip(jax.tree.leaves(step(model)), jax.tree.leaves(plain), strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
-    assert [cls is Block for cls in traces] == [True, False]  # the third call reuses the first trace
+        assert_same(step(model), plain, 1e-7)
+    assert [cls is NnxMlp for cls in traces] == [True, False]  # the third call reuses the first trace
     rj.enable_gradient_checkpointing(model)
     step(model)
     assert len(traces) == 2  # and the same switch the second
@@ -90,8 +79,8 @@ def test_blocks_by_class_tuple_glob_or_as_the_lists_that_there_are():
     plain = executions(Model(3))
     for blocks, again in (
         (None, 3),
-        (Block, 3),
-        ((Block, nnx.BatchNorm), 3),
+        (NnxMlp, 3),
+        ((NnxMlp, nnx.BatchNorm), 3),
         ("layers/1", 1),
         ("layers/*", 3),
         (("head", "layers/0"), 1),
@@ -103,16 +92,16 @@ def test_blocks_by_class_tuple_glob_or_as_the_lists_that_there_are():
 
     class Nested(nnx.Module):
         def __init__(self):
-            self.stages = nnx.List([nnx.Sequential(Block(nnx.Rngs(0)), Block(nnx.Rngs(1))) for _ in range(2)])
+            self.stages = nnx.List([nnx.Sequential(NnxMlp(nnx.Rngs(0)), NnxMlp(nnx.Rngs(1))) for _ in range(2)])
 
     nested = rj.enable_gradient_checkpointing(Nested())
     assert [type(stage) is nnx.Sequential for stage in nested.stages] == [False, False]
-    assert type(nested.stages[0].layers[0]) is Block
+    assert type(nested.stages[0].layers[0]) is NnxMlp
 
 
 def test_models_without_such_blocks_and_wrong_arguments_are_refused():
     with pytest.raises(
-        BlockError, match=r"no list of two or more modules of one class. Pass blocks=.*Block, Linear, List, Model"
+        BlockError, match=r"no list of two or more modules of one class. Pass blocks=.*Linear, List, Model, NnxMlp"
     ):
         rj.enable_gradient_checkpointing(Model(1))
     with pytest.raises(BlockError, match="no module for blocks='layer/.'"):
@@ -126,21 +115,7 @@ def test_models_without_such_blocks_and_wrong_arguments_are_refused():
             switch(jnp.sin)
 
 
-class LinenBlock(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return x + nn.Dense(4)(jnp.tanh(nn.Dense(8)(x)))
-
-
-class LinenModel(nn.Module):
-    layers: int = 2
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        for _ in range(self.layers):
-            x = LinenBlock()(x)
-        return x
-
+class LinenModel(Stack):
     def loss(self, x: Any) -> Any:
         return (self(x) ** 2).sum()
 
@@ -152,16 +127,16 @@ def test_a_linen_model_gives_a_checkpointed_copy_with_the_same_parameters():
     def count(model, **options):
         return matmuls(jax.value_and_grad(lambda v: jnp.sum(model.apply(v, X, **options) ** 2)), variables)
 
-    enabled = rj.enable_gradient_checkpointing(model, "full", blocks=LinenBlock)
+    enabled = rj.enable_gradient_checkpointing(model, "full", blocks=Mlp)
     assert isinstance(enabled, LinenModel) and type(enabled).__name__ == "LinenModel" and enabled.layers == 3
     assert jax.tree.map(jnp.shape, enabled.init(jax.random.key(0), X)) == jax.tree.map(jnp.shape, variables)
     assert (count(enabled), count(enabled, method="loss")) == (count(model) + 3, count(model, method="loss") + 3)
-    assert count(rj.enable_gradient_checkpointing(enabled, "dots", blocks="LinenBlock_?")) == count(model)
+    assert count(rj.enable_gradient_checkpointing(enabled, "dots", blocks="layer_?")) == count(model)
     restored = rj.disable_gradient_checkpointing(enabled)
     assert type(restored) is LinenModel and restored == model
     assert rj.disable_gradient_checkpointing(model) is model
     # Equal models share a trace of a jit that takes the model as a static argument; the copy is not equal to them.
-    assert enabled != model and enabled == rj.enable_gradient_checkpointing(model, "full", blocks=LinenBlock)
+    assert enabled != model and enabled == rj.enable_gradient_checkpointing(model, "full", blocks=Mlp)
 
 
 def test_wrong_use_on_a_linen_model_is_refused_at_once():
@@ -172,6 +147,6 @@ def test_wrong_use_on_a_linen_model_is_refused_at_once():
         rj.enable_gradient_checkpointing(model, blocks=3)
     variables = model.init(jax.random.key(0), X)
     with pytest.raises(ArgumentError, match="is bound: enable checkpointing on the model before model.bind"):
-        rj.enable_gradient_checkpointing(model.bind(variables), blocks=LinenBlock)
+        rj.enable_gradient_checkpointing(model.bind(variables), blocks=Mlp)
     with pytest.raises(BlockError, match="BatchNorm: this class was never called"):
         rj.enable_gradient_checkpointing(model, blocks=nn.BatchNorm).apply(variables, X)

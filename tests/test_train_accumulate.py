@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -23,12 +22,6 @@ from tests.small_models import Mlp, Stack, assert_bit_equal, assert_same, times
 ROWS, LENGTH, WIDTH = 12, 5, 4
 MODEL = Stack(Mlp, 2)
 needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
 
 
 def data(dtype: Any = jnp.float64) -> tuple[Any, Any, Any]:
@@ -54,7 +47,7 @@ def mean(params: Any, x: Any, mask: Any) -> Any:
 # --- the gradient -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 12])
+@pytest.mark.parametrize("n", [1, 3, 12])
 def test_it_is_the_whole_batchs_gradient(x64, n):
     expected = jax.value_and_grad(mean)(*data())
     gradients = jax.jit(rj.accumulate_gradients(summed, n))(*data())
@@ -62,31 +55,12 @@ def test_it_is_the_whole_batchs_gradient(x64, n):
     assert gradients[0].dtype == jnp.float64 and times("scan", rj.accumulate_gradients(summed, n), *data()) == 1
 
 
-def test_the_mean_of_means_is_another_number(x64):
-    """The common formula until 2024: its error exceeds any tolerance here by far."""
+def test_empty_micro_batches_change_nothing_and_an_empty_batch_divides_by_nothing(x64):
     params, x, mask = data()
-    parts = [jax.value_and_grad(mean)(params, x[i::3], mask[i::3]) for i in range(3)]
-    wrong = jax.tree.map(lambda *leaves: sum(leaves) / 3, *parts)
-    right = rj.accumulate_gradients(summed, 3)(params, x, mask)
-    norm = functools.partial(jax.tree.reduce, lambda total, leaf: total + float(jnp.sum(leaf**2)), initializer=0.0)
-    error = (norm(jax.tree.map(jnp.subtract, wrong[1], right[1])) / norm(right[1])) ** 0.5
-    assert error > 0.05
-    with pytest.raises(AssertionError):
-        assert_same(wrong, right, 1e-12)
-
-
-def test_a_batch_without_targets_divides_by_nothing():
-    params, x, mask = data(jnp.float32)
-    value, gradients = rj.accumulate_gradients(summed, 3)(params, x, jnp.zeros_like(mask))
-    assert float(value) == 0.0
-    assert all(float(jnp.abs(leaf).max()) == 0.0 for leaf in jax.tree.leaves(gradients))
-
-
-def test_one_empty_micro_batch_changes_nothing(x64):
-    params, x, mask = data()
-    mask = mask.at[::3].set(False)
-    gradients = rj.accumulate_gradients(summed, 3)(params, x, mask)
-    assert_same(gradients, jax.value_and_grad(mean)(params, x, mask), 1e-12)
+    accumulated = rj.accumulate_gradients(summed, 3)
+    some = mask.at[::3].set(False)
+    assert_same(accumulated(params, x, some), jax.value_and_grad(mean)(params, x, some), 1e-12)
+    assert {float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(accumulated(params, x, jnp.zeros_like(mask)))} == {0.0}
 
 
 def test_narrow_gradients_are_summed_in_float32():
@@ -131,11 +105,10 @@ def test_counts_beyond_32_bits_are_not_cut(number):
     np.testing.assert_allclose(float(value), 1e9 / float(number), rtol=2e-7)
 
 
-def test_losses_and_odd_counts_are_added_up_with_more_digits_than_a_float_has(x64):
+def test_losses_and_odd_counts_are_added_up_with_more_digits_than_a_float_has():
     """One float32 of 24 bits would lose a third of a million terms' digits, and every odd count above 2**24."""
     x = jnp.full(2**14, 0.1, jnp.float32)
-    with jax.enable_x64(False):
-        value = rj.accumulate_gradients(lambda w, x: (jnp.sum(w * x), jnp.int32(2**18 + 1)), 2**14)(jnp.float32(1), x)[0]
+    value = rj.accumulate_gradients(lambda w, x: (jnp.sum(w * x), jnp.int32(2**18 + 1)), 2**14)(jnp.float32(1), x)[0]
     expected = float(np.float32(0.1)) / (2**18 + 1)
     np.testing.assert_allclose(float(value), expected, rtol=1.2e-7)
 
@@ -231,30 +204,19 @@ class Layer(nn.Module):
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize("scan", [True, False])
-def test_on_an_h200_it_needs_one_micro_batch_and_one_more_tree_of_gradients(scan):
+def test_on_an_h200_it_needs_one_micro_batch_and_one_more_tree_of_gradients():
+    """Of scanned layers; of unrolled ones it depends on the schedule (docs/notes/optimizer_offload.md)."""
     layers, rows, n = 4, 32768, 8
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            if not scan:
-                for index in range(layers):
-                    x = Layer(name=f"layer_{index}")(x)
-                return x
-            scanned = nn.scan(
-                lambda m, x, _: (m(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=layers
-            )
-            return scanned(Layer(name="layers"), x, None)[0]
+    model = Stack(Layer, layers, scanned=True)
 
     def loss(params: Any, x: Any) -> Any:
-        return jnp.sum(Model().apply(params, x) ** 2), x.size
+        return jnp.sum(model.apply(params, x) ** 2), x.size
 
     def plain(params: Any, x: Any) -> Any:
         return jax.value_and_grad(lambda p: loss(p, x)[0] / x.size)(params)
 
     whole, micro = (jax.ShapeDtypeStruct((size, 512), jnp.float32) for size in (rows, rows // n))
-    params = jax.eval_shape(Model().init, jax.random.key(0), micro)
+    params = jax.eval_shape(model.init, jax.random.key(0), micro)
     tree = sum(4 * leaf.size for leaf in jax.tree.leaves(params))
     jobs = {
         "whole": rj.Workload.from_step(plain, params, whole, blocks=Layer),
@@ -264,8 +226,7 @@ def test_on_an_h200_it_needs_one_micro_batch_and_one_more_tree_of_gradients(scan
     programs = [export_step(key, job.step("off"), target("h200")) for key, job in jobs.items()]
     sizes = compile_programs(programs, target("h200"), timeout=300)
     batch = 4 * 512 * (rows - rows // n)
-    if scan:  # unrolled it depends on the schedule, docs/notes/optimizer_offload.md
-        assert abs(sizes["accumulated"].device - batch - sizes["micro"].device - tree) < 1e5
+    assert abs(sizes["accumulated"].device - batch - sizes["micro"].device - tree) < 1e5
     assert sizes["accumulated"].device < 0.4 * sizes["whole"].device
     assert sizes["micro"].device > 4 * 512 * rows // n * layers, "activations are most of it"
 
@@ -317,14 +278,7 @@ def test_unrolled_blocks_are_computed_again_inside_the_loop_over_micro_batches()
         def __call__(self, x: Any) -> Any:
             return nn.Dense(width)(jnp.tanh(nn.Dense(4 * width)(x)))
 
-    class Stack(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            for index in range(4):
-                x = Block(name=f"block_{index}")(x)
-            return x
-
-    model, x = Stack(), jax.ShapeDtypeStruct((rows, width), jnp.float32)
+    model, x = Stack(Block, 4), jax.ShapeDtypeStruct((rows, width), jnp.float32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
 
     def summed(params: Any, x: Any) -> Any:

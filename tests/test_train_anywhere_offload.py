@@ -18,6 +18,7 @@ from examples.distributed.checkpoints import Checkpoints
 from examples.distributed.setting import Setting
 from tests.doc_pages import ROOT, fenced
 from tests.planning_models import ROWS, WIDTH, Layer, Model
+from tests.small_models import assert_bit_equal
 
 SETTING = Setting(layers=1, width=16, heads=2, length=8, batch=4)
 ADAMW = optax.adamw
@@ -55,7 +56,7 @@ def test_a_state_on_the_host_stays_there_step_by_step_and_through_a_checkpoint(
     step, restored = saving.restore(trainer.structs, pytest.fail) or pytest.fail("nothing was saved")
     saving.close()
     assert step == 3 and memories(restored) == memories(state)
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True))
+    assert_bit_equal(restored, state)
     assert float(trainer.step(restored, 3)[1]) == float(trainer.step(state, 3)[1])
 
 

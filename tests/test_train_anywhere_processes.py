@@ -10,10 +10,9 @@ from pathlib import Path
 import jax
 import pytest
 
-import remat_jax as rj
 from examples import train_anywhere
 from examples.distributed import command, training
-from tests.test_train_anywhere import ROOT, SETTING, SMALL, as_it_was, free_port, losses, plan_of, started, wait_for
+from tests.test_train_anywhere import ROOT, SMALL, as_it_was, free_port, losses, started, wait_for
 
 __all__ = ["as_it_was"]  # a fixture for every test
 
@@ -96,19 +95,3 @@ def test_one_process_that_is_asked_to_end_saves_first(
     assert train_anywhere.main(line) == command.FAILED
     assert "after 3 steps; nothing is saved without --checkpoint" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-@pytest.mark.parametrize(
-    ("target", "warns"), [("8xh100", True), ("2xh100", True), ("h100", False), ("cpu", False), ("gone.toml:8xours", False)]
-)
-def test_a_plan_for_another_number_of_devices_is_taken_with_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str, warns: bool
-) -> None:
-    job = training.workload(SETTING, {"fsdp": 1})
-    plan = plan_of(job, rj.Policy.parse("dots"), target)
-    path = plan.save(tmp_path / "plan.json")
-    assert command.chosen_policy(str(path), job)[0] == plan.policies
-    message = capsys.readouterr().err
-    devices = target.partition("x")[0]
-    expected = f"plan.json was made for {target}, {devices} devices, and the mesh has 1: its figures are not those of this run"
-    assert expected in message if warns else message == ""

@@ -18,7 +18,7 @@ from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.measure import measure_many
-from remat_jax.train import OffloadedOptimizer
+from tests.small_models import Stack
 
 needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 WIDTH, LAYERS = 1024, 6
@@ -32,23 +32,8 @@ class Block(nn.Module):
         return x + nn.Dense(WIDTH, name="down")(nn.relu(nn.Dense(4 * WIDTH, name="up")(x)))
 
 
-class Model(nn.Module):
-    scan: bool = False
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        if not self.scan:
-            for index in range(LAYERS):
-                x = Block(name=f"block_{index}")(x)
-            return x
-        scan = nn.scan(
-            lambda block, x, _: (block(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS
-        )
-        return scan(Block(name="layers"), x, None)[0]
-
-
 def workload(tx: Any, *, scan: bool = False, rows: int = 256, **options: Any) -> rj.Workload:
-    model, x = Model(scan), jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
+    model, x = Stack(Block, LAYERS, scan), jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     return rj.Workload(lambda p, x: (model.apply(p, x) ** 2).mean(), params, (x,), Block, optimizer=tx, **options)
 
@@ -66,9 +51,7 @@ def parameter_bytes() -> int:
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize(
-    ("name", "scan", "rows"), [("adam", False, 256), ("adam", False, 2048), ("adam", True, 4096), ("momentum", False, 256)]
-)
+@pytest.mark.parametrize(("name", "scan", "rows"), [("adam", True, 4096), ("momentum", False, 256)])
 def test_the_device_gives_back_what_is_moved(name, scan, rows):
     tx = optax.adam(1e-3) if name == "adam" else optax.sgd(1e-3, momentum=0.9)
     offloaded = rj.offload_optimizer(tx)
@@ -103,7 +86,6 @@ def test_brought_back_all_at_once_the_state_frees_nothing_like_it():
     # As in a train step that knows only optax: update, then apply_updates.
     jobs["two calls"] = workload(optax.GradientTransformation(streamed.init, streamed.update))
     compiled = sizes(jobs)
-    assert isinstance(streamed, OffloadedOptimizer)
     freed = {key: compiled["plain"].device - memory.device for key, memory in compiled.items()}
     assert compiled["untied"].host == compiled["two calls"].host == compiled["streamed"].host == 2 * parameter_bytes()
     assert freed["untied"] < 0.4 * 2 * parameter_bytes()

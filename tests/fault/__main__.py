@@ -6,21 +6,20 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
-from hypothesis import HealthCheck, Phase, Verbosity, given, settings
-from hypothesis import seed as seeded
+from hypothesis import strategies as st
 
 import conftest
 from tests.fault import ops
+from tests.fault.checks import cases
 from tests.fault.files import check_files
-from tests.fault.kinds import check, every_case
+from tests.fault.module_state import module_states
 from tests.fault.selectors import check_selectors
-from tests.fault.tally import Tally
+from tests.fault.tally import Tally, for_each
 from tests.fault.texts import check_texts
 
 ATTACKS = {
@@ -37,6 +36,7 @@ ATTACKS = {
 }
 """Former faults, and the tests that would find them again."""
 
+every_case: st.SearchStrategy[Any] = st.one_of(cases(), cases(), cases(), module_states)
 SLICE = 25
 """Programs drawn with one seed."""
 MOST_LOWERED = 6000
@@ -84,15 +84,27 @@ def say(line: str) -> None:
 def check_programs(asked: argparse.Namespace) -> int:
     """The number of wrong programs, plus one if most programs were refused instead of compared."""
     tally, start = Tally.empty(), time.monotonic()
-    for number, size in enumerate(_slices(asked.programs)):
+
+    def count(case: Any) -> None:
+        tally.drawn += 1
+        try:
+            case.check(tally)
+        except Exception as error:
+            say(f"WRONG: {case}\n{type(error).__name__}: {error}")
+            if asked.shrink:
+                raise
+            tally.wrong += 1
+
+    for number, begin in enumerate(range(0, asked.programs, SLICE)):
         if time.monotonic() - start > asked.seconds:
             break
-        _slice(size, 10_000 * asked.seed + number, asked.shrink, tally)
+        size = min(SLICE, asked.programs - begin)
+        for_each(every_case, size, 10_000 * asked.seed + number, count, shrink=asked.shrink)
         conftest.forget_programs(MOST_LOWERED)
         compared = f"{tally.checked} compared, {tally.bit_equal} of these bit for bit"
         say(f"{tally.drawn} programs drawn, {compared}, {tally.wrong} wrong")
     if tally.drawn and asked.note:
-        asked.note.write_text(note(asked, tally, time.monotonic() - start), encoding="utf-8")
+        asked.note.write_text(note(tally), encoding="utf-8")
     if tally.drawn:
         say(f"refused: {dict(tally.refused)}\nof these kinds: {dict(sorted(tally.kinds.items()))}")
     if tally.drawn >= SLICE and 3 * tally.checked < tally.drawn:
@@ -101,71 +113,14 @@ def check_programs(asked: argparse.Namespace) -> int:
     return tally.wrong
 
 
-def note(asked: argparse.Namespace, tally: Tally, seconds: float) -> str:
-    """The results of a run of programs, as a page."""
-    kinds = "\n".join(f"| {name} | {count} |" for name, count in sorted(tally.kinds.items()))
-    refused = "\n".join(f"| {name} | {count} |" for name, count in tally.refused.most_common())
-    return f"""# Random programs under random policies
-
-Do random programs have the same value and gradients under random policies as without? They do if the last row of the first
-table is 0. Each program is a stack of layers of random operations. Its value and gradients under the policies are compared
-with those of the plain program, in float64.
-`python -m tests.fault --programs {asked.programs} --seed {asked.seed} --seconds {asked.seconds:g} --note …` wrote the next
-three tables with JAX {jax.__version__}.
-
-| programs | |
-| --- | --- |
-| requested | {asked.programs} |
-| drawn in {seconds / 60:.0f} minutes | {tally.drawn} |
-| compared | {tally.checked} |
-| equal bit for bit | {tally.bit_equal} |
-| wrong | {tally.wrong} |
-
-Some programs are refused and not compared: JAX does not support them (`docs/limits.md`), or a random policy has no effect on a
-random program.
-
-| why | programs |
-| --- | --- |
-{refused}
-
-The compared programs by kind: how the policy was applied, the loop around the layers, the transformation of the loss, and how
-the program ran. A program has several kinds.
-
-| kind | programs |
-| --- | --- |
-{kinds}
-"""
-
-
-def _slices(programs: int) -> Iterator[int]:
-    for begin in range(0, programs, SLICE):
-        yield min(SLICE, programs - begin)
-
-
-def _slice(size: int, seed: int, shrink: bool, tally: Tally) -> None:
-    phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
-
-    @seeded(seed)
-    @settings(
-        max_examples=size,
-        phases=phases,
-        database=None,
-        deadline=None,
-        verbosity=Verbosity.quiet,
-        suppress_health_check=list(HealthCheck),
+def note(tally: Tally) -> str:
+    """The results of a run of programs, as tables."""
+    numbers = {"drawn": tally.drawn, "compared": tally.checked, "equal bit for bit": tally.bit_equal, "wrong": tally.wrong}
+    tables = {"programs": numbers.items(), "why refused": tally.refused.most_common(), "kind": sorted(tally.kinds.items())}
+    return "\n".join(
+        f"| {head} | |\n| --- | --- |\n" + "".join(f"| {name} | {count} |\n" for name, count in rows)
+        for head, rows in tables.items()
     )
-    @given(every_case)
-    def every(case: Any) -> None:
-        tally.drawn += 1
-        try:
-            check(case, tally)
-        except Exception as error:
-            say(f"WRONG: {case}\n{type(error).__name__}: {error}")
-            if shrink:
-                raise
-            tally.wrong += 1
-
-    every()
 
 
 if __name__ == "__main__":

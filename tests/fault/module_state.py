@@ -1,4 +1,4 @@
-"""NNX blocks that change their module: attributes, lists, statistics and counts, with the state after the calls."""
+"""NNX blocks that change their module: attributes, lists, kinds, statistics and keys, and all that it holds after the calls."""
 
 from __future__ import annotations
 
@@ -15,158 +15,143 @@ from tests.fault.ops import ROWS, WIDTH
 from tests.fault.tally import Tally, attempted, close
 
 
-def _delete(module: Any, x: Any) -> Any:
-    if hasattr(module, "extra"):
-        x = x * 3
-        del module.extra
-    return x
+def _linear(rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(WIDTH, WIDTH, rngs=rngs, param_dtype=jnp.float64)
 
 
 def _swap(module: Any, x: Any) -> Any:
     module.a, module.b = module.b, module.a
-    return x * module.a[...]
+    module.parts.one, module.parts.two = module.parts.two, module.parts.one
+    module.stats[0][...], module.stats[1][...] = module.stats[1][...], module.stats[0][...]
+    return x * module.a[...] + module.parts.one(x)
+
+
+def _delete(module: Any, x: Any) -> Any:
+    if hasattr(module, "b"):
+        gone = module.b
+        del module.b
+        gone[...] = gone[...] * 7
+        module.stats.append(gone)
+        module.parts.two = None
+    return x * module.a[...] + len(module.stats)
 
 
 def _alias(module: Any, x: Any) -> Any:
-    module.c = module.a
-    return x * module.c[...]
+    module.c, module.other = module.a, module.parts.one
+    module.parts.two.bias = module.parts.one.bias
+    return x * module.c[...] + module.other(x)
+
+
+def _lists(module: Any, x: Any) -> Any:
+    module.calls, module.text = module.calls + 1, module.text + "y"
+    module.log.append(module.calls)
+    module.notes[str(module.calls)] = module.text
+    module.arrays.append(x.mean() * module.calls)
+    module.stats.append(module.stats.pop(0))
+    module.parts[f"stat{module.calls}"] = nnx.BatchStat(x)
+    return x * module.stats[0][...] + module.arrays[0] * len(module.text)
 
 
 def _new(module: Any, x: Any) -> Any:
-    module.last = nnx.data(x.mean())
-    return x
+    if not hasattr(module, "made"):
+        module.made = _linear(nnx.Rngs(3))
+    module.made.kernel[...] += 1
+    module.last, module.none = nnx.data(x * 2), nnx.data(x) if module.none is None else None
+    return module.made(x) + module.a[...]
 
 
-def _new_variable(module: Any, x: Any) -> Any:
-    module.seen = nnx.Variable(x.sum())
-    return x
+def _kinds(module: Any, x: Any) -> Any:
+    kind = nnx.BatchStat if isinstance(module.b, nnx.Param) else nnx.Param
+    module.b = kind(module.b[...] * x.mean())
+    module.a.set_metadata("calls", module.a.get_metadata("calls", 0) + 1)
+    return x * module.a[...] * module.a.get_metadata("calls") + module.b[...]
 
 
-def _rotate(module: Any, x: Any) -> Any:
-    module.queue.append(module.queue.pop(0))
-    return x + module.queue[0][...]
+def _draws(module: Any, x: Any) -> Any:
+    noise = jax.random.uniform(module.rngs.fork().dropout())
+    module.sow(nnx.Intermediate, "noise", noise)
+    return module.drop(x) * module.a[...] + noise
 
 
-def _shorten(module: Any, x: Any) -> Any:
-    if len(module.queue) > 1:
-        module.queue.pop()
-    return x * len(module.queue)
+CHANGES = {"swap": _swap, "delete": _delete, "alias": _alias, "lists": _lists, "new": _new, "kinds": _kinds, "draws": _draws}
 
 
-def _count(module: Any, x: Any) -> Any:
-    module.calls[...] += 1
-    return x * (1 + module.calls[...])
-
-
-def _static(module: Any, x: Any) -> Any:
-    module.label = module.label + "."
-    return x * len(module.label)
-
-
-CHANGES = {
-    "delete": _delete,
-    "swap": _swap,
-    "alias": _alias,
-    "new data": _new,
-    "new variable": _new_variable,
-    "rotate": _rotate,
-    "shorten": _shorten,
-    "count": _count,
-    "static": _static,
-    "dropout": lambda module, x: module.drop(x),
-    "batch norm": lambda module, x: module.norm(x),
-    "sow": lambda module, x: (module.sow(nnx.Intermediate, "h", x), x)[1],
-}
-
-
-class Changing(nnx.Module):
-    """A block with everything that the changes need."""
+class Stateful(nnx.Module):
+    """A block with every kind of attribute, and the names of its changes."""
 
     def __init__(self, changes: tuple[str, ...]) -> None:
         rngs = nnx.Rngs(0)
         self.changes = changes
-        self.a, self.b, self.extra = (nnx.Param(jnp.asarray(value)) for value in (2.0, 3.0, 1.0))
-        self.queue = nnx.List([nnx.BatchStat(jnp.asarray(float(index))) for index in range(3)])
-        self.calls, self.label = nnx.Variable(jnp.asarray(0.0)), "."
-        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs, param_dtype=jnp.float64)
-        self.drop, self.norm = nnx.Dropout(0.3, rngs=rngs), nnx.BatchNorm(WIDTH, rngs=rngs, param_dtype=jnp.float64)
+        self.a, self.b = nnx.Param(jnp.asarray(2.0)), nnx.Param(jnp.asarray(3.0))
+        self.stats = nnx.List([nnx.BatchStat(jnp.asarray(float(value))) for value in range(3)])
+        self.parts = nnx.Dict(one=_linear(rngs), two=_linear(rngs))
+        self.rngs, self.none, self.arrays = nnx.Rngs(5), nnx.data(None), nnx.data([jnp.asarray(1.0)])
+        self.calls, self.log, self.notes, self.text = 0, [], {}, "x"
+        self.drop = nnx.Dropout(0.3, rngs=rngs)
 
     def __call__(self, x: Any) -> Any:
-        x = jnp.tanh(self.linear(x))
         for name in self.changes:
             x = CHANGES[name](self, x)
         return jnp.sin(x)
 
 
-class Outer(nnx.Module):
-    """Two such blocks, the second with a part of the changes."""
-
-    def __init__(self, changes: tuple[str, ...]) -> None:
-        self.first, self.second = Changing(changes), Changing(changes[:1])
-
-    def __call__(self, x: Any) -> Any:
-        return self.second(self.first(x) + x)
-
-
 DRIVERS = ("eager", "nnx.jit", "jax.jit")
-POLICIES = ("full", "everything", "offload_inputs", "dots", "off", "1 x full | 1 x everything")
-APPLIED = ("checkpoint_blocks", "enable")
+POLICIES = ("full", "everything", "offload_inputs", "off", "1 x full | 1 x everything")
+WAYS = ("checkpoint_blocks", "enable", "class", "function")
+
+
+def _twice(module: Any, x: Any) -> Any:
+    return jnp.sum(module(x) ** 2) + jnp.sum(module(2 * x))
+
+
+def _by_hand(module: Any, x: Any) -> Any:
+    remat = nnx.remat(Stateful.__call__)
+    return jnp.sum(remat(module, x) ** 2) + jnp.sum(remat(module, 2 * x))
 
 
 @dataclass(frozen=True)
 class ModuleState:
-    """The changes of a block, a policy and how it is applied, the driver and the number of calls."""
+    """The changes of a block that each call runs twice, a policy and how it is applied, the driver, the number of calls."""
 
     changes: tuple[str, ...]
     policy: str
-    applied: str
-    driver: str
-    calls: int
-    leaks: bool
+    way: str
+    driver: str = "nnx.jit"
+    calls: int = 2
+    leaks: bool = False
 
     def check(self, tally: Tally) -> None:
-        """Raise AssertionError unless losses, gradients and the state after the calls are those of the plain calls."""
+        """Raise AssertionError unless losses, gradients and the module after the calls are those of the plain calls."""
         with jax.enable_x64(True):
-            if attempted(self._plain, self._plain, tally) is None:
-                return
-            found = attempted(self._ours, self._by_hand, tally)
+            wanted = attempted(lambda: self.left("plain"), lambda: self.left("plain"), tally)
+            found = wanted and attempted(lambda: self.left(self.way), lambda: self.left("by hand"), tally)
             if found is None:
                 return
-            tally.compared("module state", self.driver, self.applied, *self.changes)
-            wanted = self._plain()
+            tally.compared("module state", self.driver, self.way, *self.changes)
             assert found[1] == wanted[1], f"the module is {found[1]}, not {wanted[1]}"
             close(wanted[0], found[0])
 
-    def _plain(self) -> Any:
-        return self._run(lambda model, x: model(x), Outer(self.changes))
-
-    def _by_hand(self) -> Any:
-        def call(model: Any, x: Any) -> Any:
-            remat = nnx.remat(Changing.__call__)
-            return remat(model.second, remat(model.first, x) + x)
-
-        return self._run(call, Outer(self.changes))
-
-    def _ours(self) -> Any:
-        if self.applied == "enable":
-            model = rj.enable_gradient_checkpointing(Outer(self.changes), self.policy, blocks=Changing)
-            return self._run(lambda model, x: model(x), model)
-        return self._run(lambda model, x: model(x), Outer(self.changes), self.policy)
-
-    def _run(self, call: Any, model: Any, policy: str | None = None) -> Any:
-        x = jnp.cos(jnp.arange(float(ROWS * WIDTH))).reshape(ROWS, WIDTH)
-
-        def loss(model: Any, x: Any) -> Any:
-            return jnp.sum(call(model, x) ** 2)
-
-        loss = rj.checkpoint_blocks(loss, {Changing: policy}) if policy else loss
+    def left(self, way: str) -> tuple[Any, Any]:
+        """Results and state after the calls, and all that the module then holds."""
+        loss, model = self._applied(way)
+        x, results = jnp.cos(jnp.arange(float(ROWS * WIDTH))).reshape(ROWS, WIDTH), []
         with jax.checking_leaks() if self.leaks else jax.enable_x64(True):
-            results = []
             for _ in range(self.calls):
                 value, gradients, model = self._step(loss, model, x)
                 results.append((value, gradients))
-        graph, state = nnx.split(model)
-        return (results, nnx.to_pure_dict(state)), _described(state, model)
+        return (results, nnx.to_pure_dict(nnx.state(model))), held(model)
+
+    def _applied(self, way: str) -> tuple[Any, Any]:
+        if way == "class":
+            return _twice, rj.remat(Stateful, self.policy)(self.changes)
+        model = Stateful(self.changes)
+        if way == "enable":
+            return _twice, rj.enable_gradient_checkpointing(model, self.policy, blocks=Stateful)
+        if way == "function":
+            return rj.remat(_twice, self.policy), model
+        if way == "checkpoint_blocks":
+            return rj.checkpoint_blocks(_twice, {Stateful: self.policy}), model
+        return {"plain": _twice, "by hand": _by_hand}[way], model
 
     def _step(self, loss: Any, model: Any, x: Any) -> tuple[Any, Any, Any]:
         gradient = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.Param))
@@ -187,19 +172,22 @@ class ModuleState:
         return value, nnx.to_pure_dict(found), model
 
 
-def _described(state: Any, model: Any) -> list[str]:
-    names = [f"{'.'.join(map(str, path))}: {leaf.shape}" for path, leaf in nnx.to_flat_state(state)]
-    blocks = {"first": model.first, "second": model.second}
-    labels = [f"{name}.label {block.label!r}" for name, block in blocks.items()]
-    aliases = [f"{name}.c is a" for name, block in blocks.items() if getattr(block, "c", None) is block.a]
-    return sorted(names) + labels + aliases
+def held(model: Any) -> Any:
+    """The kinds, metadata and plain values that a module holds, and which of its paths are the same object."""
+    parts = {}
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Variable):
+            parts[path] = type(node).__name__, {key: str(value) for key, value in node.get_metadata().items()}
+        elif not str(path[-1:]).startswith("('_pytree__"):
+            parts[path] = str(node) if isinstance(node, int | str | None | list | dict) else type(node).__name__
+    return parts, sorted(map(sorted, nnx.find_duplicates(model)))
 
 
 module_states = st.builds(
     ModuleState,
     st.lists(st.sampled_from(sorted(CHANGES)), min_size=1, max_size=3, unique=True).map(tuple),
     st.sampled_from(POLICIES),
-    st.sampled_from(APPLIED),
+    st.sampled_from(WAYS),
     st.sampled_from(DRIVERS),
     st.sampled_from([1, 2]),
     st.integers(0, 3).map(lambda number: number == 0),

@@ -325,20 +325,20 @@ def _output(name: str, values: Values, x: Any, result: Any) -> Any:
 
 # --- drawing ----------------------------------------------------------------------------------------------------------
 
-_STARTS = frozenset("fikwz")
+STARTS = frozenset("fikwz")
 
 
 @st.composite
 def programs(draw: st.DrawFn, depth: int = 2, most: int = 5) -> Program:
     """A program with inner programs to some depth; every value that it reads exists."""
-    present, steps = set(_STARTS), []
+    present, steps = set(STARTS), []
     for _ in range(draw(st.integers(1, most))):
         nested = depth > 0 and draw(st.integers(0, 3)) == 0
         table: dict[str, Any] = NESTINGS if nested else OPS
         names = [operation for operation, op in table.items() if set(op.takes) <= present]
         # An operation that makes another kind, followed by one that reads it, would rarely be drawn together.
-        making = [operation for operation in names if set(getattr(table[operation], "gives", "f")) - _STARTS]
-        reading = [operation for operation in names if set(table[operation].takes) - _STARTS]
+        making = [operation for operation in names if set(getattr(table[operation], "gives", "f")) - STARTS]
+        reading = [operation for operation in names if set(table[operation].takes) - STARTS]
         name = draw(st.sampled_from(draw(st.sampled_from([few for few in (names, making, reading) if few]))))
         op = table[name]
         reads = tuple(draw(st.integers(0, 3)) for _ in op.takes)

@@ -11,21 +11,20 @@ import flax.linen as nn
 import jax
 import jax.extend as jex
 import jax.numpy as jnp
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import seed as seeded
 
 import remat_jax as rj
 from remat_jax.apply.audit import check_differentiated
 from remat_jax.apply.scope import tracing_anew
 from remat_jax.core import noting_differentiated
 from remat_jax.core.block import Differentiated
-from remat_jax.core.walk import bodies
 from remat_jax.errors import NoEffectError
 from remat_jax.memory.residuals import kept_residuals
 from remat_jax.policy import Candidate
 from tests.fault.checks import CLOSED_OVER
 from tests.fault.programs import Program, arguments, programs
 from tests.fault.stacks import Stack
+from tests.fault.tally import for_each
+from tests.small_models import times
 
 SLICE = 25
 """Blocks drawn with one seed."""
@@ -34,29 +33,20 @@ SLICE = 25
 def check_selectors(blocks: int, seed: int, say: Callable[[str], None]) -> int:
     """The number of selectors of random blocks that keep nothing and are no error."""
     counts: Counter[str] = Counter()
+
+    def count(program: Program) -> None:
+        try:
+            by_name = outcomes(program)
+        except Exception as error:
+            if CLOSED_OVER not in str(error):
+                raise
+            by_name = {"": "block"}
+        counts.update(by_name.values())
+        for name in (name for name, outcome in by_name.items() if outcome == "wrong"):
+            say(f"WRONG: 'save: {name}' keeps nothing of {program}")
+
     for number, begin in enumerate(range(0, blocks, SLICE)):
-
-        @seeded(10_000 * seed + number)
-        @settings(
-            max_examples=min(SLICE, blocks - begin),
-            phases=[Phase.generate],
-            database=None,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(programs())
-        def every(program: Program) -> None:
-            try:
-                by_name = outcomes(program)
-            except Exception as error:
-                if CLOSED_OVER not in str(error):
-                    raise
-                by_name = {"": "block"}
-            counts.update(by_name.values())
-            for name in (name for name, outcome in by_name.items() if outcome == "wrong"):
-                say(f"WRONG: 'save: {name}' keeps nothing of {program}")
-
-        every()
+        for_each(programs(), min(SLICE, blocks - begin), 10_000 * seed + number, count)
         by_jax = f", {counts['block']} blocks JAX refuses" if counts["block"] else ""
         say(f"{begin + SLICE} blocks: {counts['kept']} selectors keep what they name, {counts['refused']} are errors{by_jax}")
     return counts["wrong"]
@@ -127,16 +117,6 @@ def _outcome(job: rj.Workload, candidate: Candidate, full: set[tuple[str, int, i
     except NoEffectError:
         return "refused"
     # A layer's result is kept for the next layer: if its own layer reads it too, it is not recomputed.
-    return "kept" if _made(job, candidate.primitive, policy) < _made(job, candidate.primitive, "full") else "wrong"
-
-
-def _made(job: rj.Workload, primitive: str, policy: str) -> int:
-    """The number of equations of a primitive in the step under a policy."""
-    step = job.step(policy)
-    return _count(jax.make_jaxpr(step.function)(*step.arguments).jaxpr, primitive)
-
-
-def _count(jaxpr: Any, primitive: str) -> int:
-    return sum(
-        (eqn.primitive.name == primitive) + sum(_count(body.jaxpr, primitive) for body in bodies(eqn)) for eqn in jaxpr.eqns
-    )
+    steps = [job.step(policy), job.step("full")]
+    made, again = (times(candidate.primitive, step.function, *step.arguments) for step in steps)
+    return "kept" if made < again else "wrong"

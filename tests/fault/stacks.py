@@ -19,11 +19,11 @@ from tests.fault.programs import SOLVERS, Program, run
 
 Loss = Callable[..., Any]
 
-BY_CLASS = ("linen", "nnx", "nnx_state", "inner")
+BY_CLASS = ("linen", "linen_remat", "linen_jit", "nnx", "nnx_state", "inner", "inner_jit")
 """Ways in which `checkpoint_blocks` finds the layers."""
 WAYS = (*BY_CLASS, "remat", "forward", "sequential", "replan", "by_hand")
 OUTER = ("full", "full", "off", "everything", "offload_inputs", "save: @primitive:tanh", "offload: *")
-"""Policies of a module around a block with its own policy (`inner`)."""
+"""Policies of a module around a block with its own policy (`inner`, and `inner_jit`, where both calls are decorated)."""
 
 LOOPS = ("none", "scan", "reverse", "unroll", "nested", "vmap", "linear solve", "root")
 
@@ -37,7 +37,7 @@ class Stack:
       loop: `linear solve` and `root`: each inside one of JAX's solvers, which differentiate them by their own rules. Otherwise
         whether they are written one by one, or in a scan: forward, in reverse, two a round, or in a scan inside a scan;
         or written one by one, each under a `vmap`, which does not map a key that comes out.
-      outer: the policy of the module around each, of the way `inner`.
+      outer: the policy of the module around each, of the ways `inner`.
     """
 
     program: Program
@@ -54,8 +54,8 @@ class Stack:
 
     def under(self, policy: Any) -> Loss:
         """The same with `policy` on every layer."""
-        if self.way == "inner":
-            return rj.checkpoint_blocks(self.plain(), {LinenOuter: self.outer, LinenBlock: policy})
+        if self.way in _OUTER:
+            return rj.checkpoint_blocks(self.plain(), {_OUTER[self.way]: self.outer, _BLOCKS[self.way]: policy})
         if self.way in BY_CLASS:
             return rj.checkpoint_blocks(self.plain(), {_BLOCKS[self.way]: policy})
         if self.way == "replan":
@@ -132,35 +132,45 @@ def _forward(layer: Callable[..., Any], offload: bool) -> Callable[..., Any]:
 # --- as modules -------------------------------------------------------------------------------------------------------
 
 
-class LinenBlock(nn.Module):
-    """A program with its weights as parameters."""
+def _linen_class(name: str, decorate: Callable[..., Any] = lambda call: call) -> type[nn.Module]:
+    """Modules that hold a program with its weights as parameters, with a decorator on `__call__`."""
 
-    program: Program
-
+    @decorate
     @nn.compact
-    def __call__(self, x: Any, ids: Any, key: Any) -> Any:
+    def __call__(self: Any, x: Any, ids: Any, key: Any) -> Any:
         weights = {name: self.variable("params", name, jnp.zeros, ()).value for name in "wz"}
         return run(self.program, weights, x, jnp.cos(x), ids, key)
 
-
-def _linen(program: Program) -> Callable[..., Any]:
-    return lambda weights, x, ids, key: LinenBlock(program).apply({"params": weights}, x, ids, key)
+    return type(name, (nn.Module,), {"__call__": __call__, "__module__": __name__, "__annotations__": {"program": Program}})
 
 
-class LinenOuter(nn.Module):
-    """A layer with such a block inside."""
+def _outer_class(name: str, block: Any, decorate: Callable[..., Any] = lambda call: call) -> type[nn.Module]:
+    """Modules around such a block."""
 
-    program: Program
-
+    @decorate
     @nn.compact
-    def __call__(self, x: Any, ids: Any, key: Any) -> Any:
-        x, given = LinenBlock(self.program)(jnp.sin(x), ids, key)
+    def __call__(self: Any, x: Any, ids: Any, key: Any) -> Any:
+        x, given = block(self.program, name="inside")(jnp.sin(x), ids, key)
         return jnp.tanh(x) + x, given
 
+    return type(name, (nn.Module,), {"__call__": __call__, "__module__": __name__, "__annotations__": {"program": Program}})
 
-def _inner(program: Program) -> Callable[..., Any]:
-    return lambda weights, x, ids, key: LinenOuter(program).apply(
-        {"params": {"LinenBlock_0": {name: weights[name] for name in "wz"}}}, x, ids, key
+
+LinenBlock, RematBlock, JitBlock = (
+    _linen_class(name, *decorator) for name, *decorator in (("LinenBlock",), ("RematBlock", nn.remat), ("JitBlock", nn.jit))
+)
+_OUTER = {"inner": _outer_class("Outer", LinenBlock), "inner_jit": _outer_class("JitOuter", RematBlock, nn.jit)}
+
+
+def _linen(block: Any) -> Callable[..., Any]:
+    return lambda program: lambda weights, x, ids, key: block(program).apply({"params": weights}, x, ids, key)
+
+
+def _inner(outer: Any) -> Callable[..., Any]:
+    return lambda program: (
+        lambda weights, x, ids, key: outer(program).apply(
+            {"params": {"inside": {name: weights[name] for name in "wz"}}}, x, ids, key
+        )
     )
 
 
@@ -200,5 +210,12 @@ def _nnx_state(program: Program) -> Callable[..., Any]:
     return layer
 
 
-_MODULES = {"linen": _linen, "nnx": _nnx, "nnx_state": _nnx_state, "inner": _inner}
-_BLOCKS: dict[str, type] = {"linen": LinenBlock, "nnx": NnxBlock, "nnx_state": NnxStateBlock}
+_MODULES = {
+    **{"linen": _linen(LinenBlock), "linen_remat": _linen(RematBlock), "linen_jit": _linen(JitBlock)},
+    **{way: _inner(outer) for way, outer in _OUTER.items()},
+    **{"nnx": _nnx, "nnx_state": _nnx_state},
+}
+_BLOCKS: dict[str, type] = {
+    **{"linen": LinenBlock, "linen_remat": RematBlock, "linen_jit": JitBlock, "inner": LinenBlock, "inner_jit": RematBlock},
+    **{"nnx": NnxBlock, "nnx_state": NnxStateBlock},
+}

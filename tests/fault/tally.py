@@ -1,4 +1,4 @@
-"""The numbers of cases, and how a program is attempted."""
+"""How cases are drawn and attempted, and their numbers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,33 @@ from typing import Any
 
 import jax
 import numpy as np
+from hypothesis import HealthCheck, Phase, Verbosity, given, settings
+from hypothesis import seed as seeded
+from hypothesis.strategies import SearchStrategy
 
 from remat_jax.errors import RematError
 from remat_jax.parity.tolerances import TOLERANCES
+
+
+def for_each(
+    strategy: SearchStrategy[Any], number: int, seed: int, check: Callable[[Any], None], *, shrink: bool = False
+) -> None:
+    """Call `check` with a number of random cases; in one call Hypothesis repeats itself, so draw many with several seeds."""
+
+    @seeded(seed)
+    @settings(
+        max_examples=number,
+        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
+        database=None,
+        deadline=None,
+        verbosity=Verbosity.quiet,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy)
+    def every(case: Any) -> None:
+        check(case)
+
+    every()
 
 
 @dataclass

@@ -25,41 +25,22 @@ from tests.plan_by_hand import plan
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def a_plan(path: Path) -> None:
-    plan().save(path)
+CALIBRATION = Calibration("mine", "cpu", {"float32": 1e9}, 1e9, source="a test")
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "plan.json": lambda path: plan().save(path),
+    "plan.html": lambda path: plan().to_html(path),
+    "a.safetensors": lambda path: porting.save(path, {"a": np.zeros(3, np.float32)}),
+    "record.json": lambda path: write_json(path, {"a": 1}),
+    "mine.toml": lambda path: CALIBRATION.save(path, overwrite=True),
+}
 
 
-def a_page(path: Path) -> None:
-    plan().to_html(path)
-
-
-def weights(path: Path) -> None:
-    porting.save(path, {"a": np.zeros(3, np.float32)})
-
-
-def a_record(path: Path) -> None:
-    write_json(path, {"a": 1})
-
-
-def a_target(path: Path) -> None:
-    Calibration("mine", "cpu", {"float32": 1e9}, 1e9, source="a test").save(path, overwrite=True)
-
-
-WRITERS: list[tuple[Callable[[Path], None], str]] = [
-    (a_plan, "plan.json"),
-    (a_page, "plan.html"),
-    (weights, "a.safetensors"),
-    (a_record, "record.json"),
-    (a_target, "mine.toml"),
-]
-
-
-@pytest.mark.parametrize(("write", "name"), WRITERS)
+@pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.parametrize("there", [False, True])
 def test_an_interrupt_while_a_file_is_written_leaves_the_old_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write: Callable[[Path], None], name: str, there: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, there: bool
 ) -> None:
-    path = tmp_path / name
+    path, write = tmp_path / name, WRITERS[name]
     if there:
         path.write_text("the old one")
     with monkeypatch.context() as patched:
@@ -83,11 +64,10 @@ def test_a_target_that_is_there_already_is_not_overwritten_even_at_the_last_mome
         link(*args)
 
     monkeypatch.setattr(os, "link", another_was_quicker)
-    with pytest.raises(TargetError, match="exists already"):
-        Calibration("mine", "cpu", {"float32": 1e9}, 1e9, source="a test").save(path)
-    assert path.read_text() == "another's" and list(tmp_path.iterdir()) == [path]
-    with pytest.raises(TargetError, match="exists already"):
-        Calibration("mine", "cpu", {"float32": 1e9}, 1e9, source="a test").save(path)
+    for _ in range(2):
+        with pytest.raises(TargetError, match="exists already"):
+            CALIBRATION.save(path)
+        assert path.read_text() == "another's" and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_text_that_cannot_be_made_leaves_no_empty_file(tmp_path: Path) -> None:
@@ -112,14 +92,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 path, number = pathlib.Path(sys.argv[1]), 0
 while True:
     number += 1
-    write_whole(path, "[" + str(number) + ", " * 200_000 + "]")
+    write_whole(path, "[" + str(number) + ", 0" * 200_000 + "]")
 """
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_a_process_that_is_killed_while_it_writes_leaves_a_whole_file(tmp_path: Path, sent: signal.Signals) -> None:
     script = tmp_path / "loop.py"
-    script.write_text(LOOP.replace('", " * 200_000', '", 0" * 200_000'))
+    script.write_text(LOOP)
     (tmp_path / "out").mkdir()
     path = tmp_path / "out" / "numbers.json"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

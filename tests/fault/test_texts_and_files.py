@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,15 @@ LONG, DEEP = "9" * 5000, "[" * 100_000
 
 def test_malformed_texts_are_refused_in_words_or_mean_what_they_say() -> None:
     said: list[str] = []
-    assert check_texts(1200, 7, said.append) == 0, "\n".join(said)
-    # Not all of them are refused, of no kind.
-    assert all(f"'{name}': 0" not in said[-1] for name in SURFACES), said
+    assert check_texts(900, 7, said.append) == 0, "\n".join(said)
+    # Of each kind some are taken and some refused.
+    assert said[-1].count("'mesh': ") == 2 and ": 0" not in said[-1], said
 
 
 def test_malformed_files_are_refused_in_words_or_read_as_they_say(tmp_path: Path) -> None:
     said: list[str] = []
     with_torch = importlib.util.find_spec("torch") is not None
-    assert check_files(600, 7, tmp_path, said.append, torch=with_torch) == 0, "\n".join(said)
+    assert check_files(400, 7, tmp_path, said.append, torch=with_torch) == 0, "\n".join(said)
     # Of each kind some are taken and some refused.
     assert said[-1].count("'mapping': ") == 2 and ": 0" not in said[-1], said
 
@@ -90,29 +89,23 @@ def test_a_number_of_thousands_of_digits_in_a_tensors_name_is_no_layer() -> None
 
 
 @pytest.mark.parametrize(
-    ("places", "message"),
+    ("content", "message"),
     [
-        ({"a": 3}, "expected JSON with a weight_map"),
-        ({"a": ""}, "expected names of shards"),
-        ({"a": "model.safetensors.index.json"}, "expected names of shards"),
-        ({"a": "folder.safetensors"}, "expected names of shards"),
-        ({"a": "x" * 5000 + ".safetensors"}, "cannot be read .File name too long"),
-        ({"a": "b\0.safetensors"}, "expected JSON with a weight_map"),
-        ({"a": "/etc/x.safetensors"}, "must be in its folder"),
+        ('{"weight_map": {"a": 3}}', "expected JSON with a weight_map"),
+        ('{"weight_map": {"a": ""}}', "expected names of shards"),
+        ('{"weight_map": {"a": "model.safetensors.index.json"}}', "expected names of shards"),
+        ('{"weight_map": {"a": "folder.safetensors"}}', "expected names of shards"),
+        ('{"weight_map": {"a": "%s.safetensors"}}' % ("x" * 5000), "cannot be read .File name too long"),
+        (r'{"weight_map": {"a": "b\u0000.safetensors"}}', "expected JSON with a weight_map"),
+        ('{"weight_map": {"a": "/etc/x.safetensors"}}', "must be in its folder"),
+        ('{"weight_map": ' + DEEP, "expected JSON with a weight_map"),
     ],
 )
-def test_an_index_leads_to_shards_beside_it_and_nowhere_else(tmp_path: Path, places: Any, message: str) -> None:
+def test_an_index_leads_to_shards_beside_it_and_nowhere_else(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "folder.safetensors").mkdir()
     index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": places}))
+    index.write_text(content)
     with pytest.raises(PortingError, match=message):
-        porting.load(index)
-
-
-def test_an_index_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text('{"weight_map": ' + DEEP)
-    with pytest.raises(PortingError, match="expected JSON with a weight_map"):
         porting.load(index)
 
 
