@@ -19,7 +19,7 @@ from remat_jax.cli.app import app
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import targets as target_names
 from remat_jax.memory.compile import cache
-from remat_jax.memory.diff import compare_policies
+from remat_jax.memory.diff import diff_policies
 from remat_jax.planning import loop
 from remat_jax.policy import ALIASES, NAMED
 
@@ -165,7 +165,7 @@ def test_measure_tells_what_moves_between_two_policies(folder):
     data = json.loads(result.stdout)
     assert [report["policy"] for report in data["reports"]] == ["full", "dots"], "those two, and no others"
     job = workloads.load_workload(f"{folder}/train.py:job")
-    assert data["diff"] == json.loads(json.dumps(compare_policies(job, "full", "dots").to_dict()))
+    assert data["diff"] == json.loads(json.dumps(diff_policies(job, "full", "dots").to_dict()))
     assert {move["name"]: move["device_bytes"] for move in data["diff"]["moves"]}["block_1/up:dot_general#0"] == 4 * 32 * 4
     shown = run("measure", f"{folder}/train.py:job", "--target", "cpu", "-p", "off", "--diff", "full", "dots")
     assert "block_*/up:dot_general#0 ×3" in shown.stdout and "not kept → save" in shown.stdout

@@ -14,7 +14,7 @@ from parity_tests import support as s
 from parity_tests.mutants import models as m
 from parity_tests.third_party import test_gemma, test_gpt2
 from remat_jax.parity.case import Case
-from remat_jax.parity.runs import Comparison
+from remat_jax.parity.runs import Runs
 from remat_jax.porting import Rules
 
 SIZES = s.SIZES["ByteDecoder"]
@@ -47,10 +47,10 @@ RIGHT: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 def test_a_right_pair_raises_no_alarm(name: str) -> None:
     make, mode = RIGHT[name]
     options = {"modes": mode, "dtypes": "float64", "steps": 1, "excite": True, "keep_float64": False}
-    comparison = Comparison(Case(**{**UNUSED, **make(), **options}), lambda *progress: None)
-    report = comparison.report(memory=False, target=None)
+    runs = Runs(Case(**{**UNUSED, **make(), **options}), lambda *progress: None)
+    report = runs.report(memory=False, target=None)
     assert report.passed and report.differences == (), str(report)
     # Where everything agrees nothing is searched; here a search runs, and must name no module.
-    before = len(comparison.checks)
-    assert comparison.explain(mode) == {"forward": None, "backward": None}
-    assert comparison.checks[before:] == []
+    before = len(runs.checks)
+    assert runs.explain(mode) == {"forward": None, "backward": None}
+    assert runs.checks[before:] == []

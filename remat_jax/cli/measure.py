@@ -28,7 +28,7 @@ from remat_jax.hardware import target as target_named
 from remat_jax.memory import MemoryReport, residuals
 from remat_jax.memory.compile.backends import backend_of, limit_bytes
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT
-from remat_jax.memory.diff import compare_policies
+from remat_jax.memory.diff import diff_policies
 from remat_jax.memory.hlo.text import COLLECTIVES
 from remat_jax.memory.measure import measure_many
 from remat_jax.memory.step_time.collectives import executed
@@ -111,7 +111,7 @@ def measure(
             change = None
             if diff:
                 before, after = (read_policy(name, job) for name in diff)
-                change = compare_policies(job, before, after, described, timeout, memory_limit=limit)
+                change = diff_policies(job, before, after, described, timeout, memory_limit=limit)
                 change = replace(change, before=_called(diff[0], change.before), after=_called(diff[1], change.after))
         answer.show(*tables, *(report.live_table() for report in reports if show_live))
         _show(answer, described, reports)

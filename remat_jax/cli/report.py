@@ -14,7 +14,7 @@ from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.devices import check_devices
 from remat_jax.memory.compile.options import check_timeout
-from remat_jax.overview.compared import Compared, Gathered
+from remat_jax.overview.gathered import Gathered, PolicyFigures
 from remat_jax.overview.save import REPORT_TIMEOUT, check_plan, checked_path, checked_policies, gather, write_page
 from remat_jax.parity.case import require_torch
 from remat_jax.planning.check_budget import budget_bytes
@@ -98,7 +98,7 @@ def _show(answer: Answer, gathered: Gathered, where: Path) -> None:
     answer.show(f"Report: {where}")
 
 
-def _cells(gathered: Gathered, policy: Compared) -> tuple[Any, ...]:
+def _cells(gathered: Gathered, policy: PolicyFigures) -> tuple[Any, ...]:
     sizes = (format_bytes(policy.memory.device_bytes), format_bytes(policy.memory.host_bytes))
     return (
         policy.name,

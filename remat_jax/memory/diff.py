@@ -1,4 +1,4 @@
-"""`compare_policies`: the difference between two policies, by residual and in compiled memory."""
+"""`diff_policies`: the difference between two policies, by residual and in compiled memory."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class PolicyDiff:
         return table(title, ("total", self.before.policy, self.after.policy, "difference"), rows)
 
 
-def compare_policies(
+def diff_policies(
     workload: Workload,
     before: Any,
     after: Any,

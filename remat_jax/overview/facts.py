@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from remat_jax import compat
-from remat_jax.overview.compared import Gathered
+from remat_jax.overview.gathered import Gathered
 from remat_jax.planning.model import block_name
 from remat_jax.planning.problem import Described
 from remat_jax.report.tables import format_bytes

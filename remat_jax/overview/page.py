@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from remat_jax.overview.compared import THE_PLAN, Compared, Gathered
 from remat_jax.overview.facts import facts
+from remat_jax.overview.gathered import THE_PLAN, Gathered, PolicyFigures
 from remat_jax.parity.report import page_body as parity_body
 from remat_jax.planning import Plan
 from remat_jax.planning.explain import explanation
@@ -124,7 +124,7 @@ def _list(troubles: Sequence[Trouble]) -> str:
     return f'<ul class="findings">{"".join(entries)}</ul>' if entries else ""
 
 
-def policy_cells(gathered: Gathered, policy: Compared) -> dict[Column, Cell]:
+def policy_cells(gathered: Gathered, policy: PolicyFigures) -> dict[Column, Cell]:
     """A policy's row of the table, by column."""
     memory = policy.memory
     has_peaks = any(other.memory.measured_peak_bytes is not None for other in gathered.policies)
@@ -145,13 +145,13 @@ def policy_cells(gathered: Gathered, policy: Compared) -> dict[Column, Cell]:
     }
 
 
-def _device(policy: Compared) -> Memory:
+def _device(policy: PolicyFigures) -> Memory:
     temp = policy.memory.temp_bytes
     argument_bytes = policy.memory.device_bytes - temp
     return {(ARGUMENTS, "independent of the policy"): argument_bytes, ("temp", "residuals and working memory"): temp}
 
 
-def offload_rows(policies: Sequence[Compared]) -> list[list[Cell]]:
+def offload_rows(policies: Sequence[PolicyFigures]) -> list[list[Cell]]:
     """The effect of each policy's offload, with a cell for each of `_OFFLOAD_COLUMNS`."""
     rows: list[list[Cell]] = []
     for policy in policies:
@@ -162,7 +162,7 @@ def offload_rows(policies: Sequence[Compared]) -> list[list[Cell]]:
     return rows
 
 
-def warnings(policies: Sequence[Compared]) -> list[Trouble]:
+def warnings(policies: Sequence[PolicyFigures]) -> list[Trouble]:
     """The warnings that no trap repeats; a warning under several policies is listed once."""
     under: dict[str, list[str]] = {}
     for policy in policies:
@@ -172,7 +172,7 @@ def warnings(policies: Sequence[Compared]) -> list[Trouble]:
     return [Trouble("warning", ", ".join(names), "", text) for text, names in under.items()]
 
 
-def findings(policies: Sequence[Compared]) -> list[Trouble]:
+def findings(policies: Sequence[PolicyFigures]) -> list[Trouble]:
     """The traps; a trap under several policies is listed once."""
     under: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for policy in policies:
@@ -186,7 +186,7 @@ def findings(policies: Sequence[Compared]) -> list[Trouble]:
     ]
 
 
-def modules(policies: Sequence[Compared]) -> str:
+def modules(policies: Sequence[PolicyFigures]) -> str:
     """The bars of memory by module; empty if memory by module is unknown."""
     memory = _by_module(policies)
     if not memory:
@@ -202,13 +202,13 @@ def modules(policies: Sequence[Compared]) -> str:
     return f'<p class="hint">{escaped(hint)}</p>{stacked_bars(bars, label, hatched={hatched: hatched})}'
 
 
-def _by_module(policies: Sequence[Compared]) -> dict[str, Memory]:
+def _by_module(policies: Sequence[PolicyFigures]) -> dict[str, Memory]:
     """Policy name → bytes by module of the arrays alive at the peak, or of the residuals if the peak's arrays are unknown."""
     alive: dict[str, Memory] = {policy.name: policy.memory.live_bytes_by_module for policy in policies if policy.memory.live}
     return alive or {policy.name: kept for policy in policies if (kept := _kept(policy))}
 
 
-def _kept(policy: Compared) -> Memory:
+def _kept(policy: PolicyFigures) -> Memory:
     parts: Counter[tuple[str, str]] = Counter()
     for row in policy.kept or ():
         if row.action != Action.RECOMPUTE.value:
@@ -228,7 +228,7 @@ def _plan(gathered: Gathered) -> str:
 _ORIGINS = {"compiled": "compiled schedule", "traced": "traced program"}
 
 
-def _origin(policy: Compared) -> str:
+def _origin(policy: PolicyFigures) -> str:
     """Where a policy's time comes from; empty if it has none."""
     return "" if policy.seconds is None else "compiled" if policy.timed else "traced"
 
@@ -324,7 +324,7 @@ def summary(gathered: Gathered) -> list[str]:
     return sentences
 
 
-def _least_and_most(policies: Sequence[Compared]) -> str:
+def _least_and_most(policies: Sequence[PolicyFigures]) -> str:
     least, most = (choose(policies, key=lambda policy: policy.memory.device_bytes) for choose in (min, max))
     smallest, largest = least.memory.device_bytes, most.memory.device_bytes
     if smallest == largest:

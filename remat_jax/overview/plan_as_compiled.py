@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from remat_jax.overview.compared import THE_PLAN, Compared, Gathered
+from remat_jax.overview.gathered import THE_PLAN, Gathered, PolicyFigures
 from remat_jax.planning import Plan
 from remat_jax.planning.plan_data import Point, unbeaten
 
@@ -33,7 +33,7 @@ def plan_as_compiled(gathered: Gathered) -> Plan | None:
     )
 
 
-def _as_compiled(point: Point, compiled: Mapping[str, Compared], is_comparable: bool) -> Point:
+def _as_compiled(point: Point, compiled: Mapping[str, PolicyFigures], is_comparable: bool) -> Point:
     policy = compiled.get(point.name)
     if policy is None or point.remark:
         return point

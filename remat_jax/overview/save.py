@@ -14,7 +14,7 @@ from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.devices import check_devices
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, check_timeout
-from remat_jax.overview.compared import Gathered, Progress, compare
+from remat_jax.overview.gathered import Gathered, Progress, add_policies
 from remat_jax.overview.page import page
 from remat_jax.overview.plan_as_compiled import plan_as_compiled
 from remat_jax.parity.report import ParityReport
@@ -102,7 +102,7 @@ def gather(
     with shown(progress) as tell:
         # Plan first: an infeasible budget then ends the report before minutes of compiling.
         gathered = Gathered(workload, described, _plan(workload, plan, described, timeout / 2, tell), parity)
-        compare(gathered, asked, max(1.0, ends - time.monotonic()), tell)
+        add_policies(gathered, asked, max(1.0, ends - time.monotonic()), tell)
     gathered.plan = plan_as_compiled(gathered)
     return gathered
 

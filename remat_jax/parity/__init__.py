@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from remat_jax.parity.capture_flax import capture_flax
 from remat_jax.parity.capture_torch import capture_torch
-from remat_jax.parity.compared import Divergence
 from remat_jax.parity.comparison import assert_parity, compare
+from remat_jax.parity.divergence import Divergence
 from remat_jax.parity.localise import Divergences, first_divergences
 from remat_jax.parity.optimizers import Optimizer
 from remat_jax.parity.report import ParityReport

@@ -8,7 +8,7 @@ from typing import Any
 from remat_jax.parity.case import Case
 from remat_jax.parity.report import ParityReport
 from remat_jax.parity.report_data import difference_text, divergence_text
-from remat_jax.parity.runs import Comparison, Tell
+from remat_jax.parity.runs import Runs, Tell
 
 
 def compare(
@@ -99,8 +99,8 @@ def compare(
         excite=excite,
         keep_float64=keep_float64,
     )
-    comparison = Comparison(case, progress or (lambda what, done, total: None))
-    return comparison.report(memory=memory or target is not None, target=target)
+    runs = Runs(case, progress or (lambda what, done, total: None))
+    return runs.report(memory=memory or target is not None, target=target)
 
 
 def assert_parity(torch_module: Any, flax_module: Any, inputs: Any, **options: Any) -> ParityReport:

@@ -19,7 +19,7 @@ from remat_jax.parity.capture import Slot, Trace, in_float64
 from remat_jax.parity.capture_flax import TracedPass, read, trace_step
 from remat_jax.parity.capture_torch import capture_torch
 from remat_jax.parity.case import running
-from remat_jax.parity.compared import (
+from remat_jax.parity.divergence import (
     Divergence,
     TensorPair,
     compared,

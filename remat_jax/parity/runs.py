@@ -49,7 +49,7 @@ from remat_jax.porting.links import links_of_tensors, tied_pairs
 Tell = Callable[[str, int, int], None]
 
 
-class Comparison:
+class Runs:
     """Runs both frameworks, one run after the other, and judges the runs."""
 
     def __init__(self, case: Case, tell: Tell) -> None:

@@ -41,7 +41,7 @@ class TorchSide:
 
     Attributes:
         weights: the state dict from which every run starts, in float64.
-        trained: the names of the parameters that require a gradient; `Comparison` removes parameters that neither model uses.
+        trained: the names of the parameters that require a gradient; `Runs` removes parameters that neither model uses.
         ties: for a parameter with several names, each name that `named_parameters()` omits → the name that it lists.
         blocks, block_paths: the classes to checkpoint, and the paths of their modules.
         shapes: output name → shape.

@@ -38,7 +38,7 @@ _BYTES = ("device_bytes", "temp_bytes", "host_bytes", "residual_device_bytes", "
 
 
 @dataclass(frozen=True)
-class Compared:
+class PolicyFigures:
     """A policy with its figures.
 
     Attributes:
@@ -106,7 +106,7 @@ class Gathered:
     target: Target
     plan: Plan | None = None
     parity: ParityReport | None = None
-    policies: list[Compared] = field(default_factory=list)
+    policies: list[PolicyFigures] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     described: Described | None = None
@@ -125,7 +125,7 @@ class Gathered:
         """The plan's budget of host memory."""
         return self.plan.host_budget if self.plan is not None else None
 
-    def fits(self, policy: Compared) -> bool:
+    def fits(self, policy: PolicyFigures) -> bool:
         """Whether a policy is within `limit` and `host_budget`."""
         within = self.limit is None or policy.memory.device_bytes <= self.limit[1]
         return within and (self.host_budget is None or policy.memory.host_bytes <= self.host_budget)
@@ -169,7 +169,7 @@ class Gathered:
 
 
 @silenced()  # the page repeats the warnings
-def compare(gathered: Gathered, policies: Sequence[Any] | None, timeout: float, tell: Progress) -> None:
+def add_policies(gathered: Gathered, policies: Sequence[Any] | None, timeout: float, tell: Progress) -> None:
     """Compare the policies and the plan; `policies=None` means the default policies that have an effect here."""
     workload, target, plan, ends = gathered.workload, gathered.target, gathered.plan, time.monotonic() + timeout
     modelled = target if backend_of(target).models_time else None
@@ -197,7 +197,7 @@ def compare(gathered: Gathered, policies: Sequence[Any] | None, timeout: float, 
         figures = _estimated(gathered.described, entry, memory)
         timed = entry.plan is not None and entry.plan.timed
         assumed = entry.plan.assumed_rates if entry.plan is not None else assumed_rates(None, target)
-        gathered.policies.append(Compared(name, memory, kept, *figures, diagnosis, timed, assumed))
+        gathered.policies.append(PolicyFigures(name, memory, kept, *figures, diagnosis, timed, assumed))
     if late := [policy.name for policy in gathered.policies if not policy.is_searched]:
         gathered.notes.append(
             f"The search for traps under {', '.join(late)} was not finished: the timeout was over; a longer one finishes it"
