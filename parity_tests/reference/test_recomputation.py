@@ -55,19 +55,6 @@ def test_noise_that_is_drawn_after_it_was_saved(way, end):
     assert all_equal(gradients(lambda x: array(ways[way](x)), block.linear, x), plain)
 
 
-def test_only_a_late_write_that_nothing_follows_makes_the_recomputation_run_to_its_end():
-    x = torch.ones(3, 4, requires_grad=True)
-
-    def products(activation: nn.Module) -> int:
-        block = nn.Sequential(nn.Linear(4, 4), activation, nn.Linear(4, 4))
-        with torch_ref.count_matmuls() as count:
-            call("checkpoint", block, x * 1.0).sum().backward()
-        return count.total
-
-    # Forward 2, backward 4, and in the recomputation one product, as the last one saves its inputs before it runs.
-    assert (products(nn.Tanh()), products(nn.RReLU())) == (7, 7)
-
-
 class Changing(nn.Module):
     """A block whose second run differs from its first."""
 
@@ -97,7 +84,7 @@ class Changing(nn.Module):
     [
         ("cache", "recomputed metadata: .*2, 6, 4"),
         ("shape in an operator", "raised RuntimeError, and its forward pass did not"),
-        ("fewer", "tensors saved during forward|computes :tanh#0 where its forward pass computed :sin#0|computes"),
+        ("fewer", "tensors saved during forward|computes"),
         ("dtype", "torch.float64|computes"),
         ("queue", "raised IndexError, and its forward pass did not: pop from empty list"),
     ],

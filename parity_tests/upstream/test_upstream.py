@@ -49,20 +49,15 @@ def test_what_is_no_checkout_is_refused(arguments: list[str], message: str, caps
     assert caught.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_packages_that_are_not_installed_are_named(tmp_path: Path) -> None:
+def test_packages_that_are_not_installed_are_named_and_a_folder_inside_a_checkout_has_no_commit(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     with pytest.raises(checkouts.CheckoutError, match="pip install no_such_package$"):
         checkouts.use(str(tmp_path), "theirs", ("numpy", "no_such_package"), ())
-
-
-def test_the_commit_is_that_of_the_checkout_itself(tmp_path: Path) -> None:
-    """A folder inside another project's checkout has no commit."""
-    (tmp_path / "inside").mkdir()
     author = ["-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], [*author, "commit", "-q", "--allow-empty", "-m", "one"]):
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
     assert re.fullmatch(r"[0-9a-f]{7,}, \d{4}-\d\d-\d\d", checkouts.commit(tmp_path.resolve()))
-    assert checkouts.commit((tmp_path / "inside").resolve()) == "not known"
+    assert checkouts.commit((tmp_path / "theirs").resolve()) == "not known"
 
 
 ROW = Row("a", "float32", "off", "scanned", 1e-7, 1e-7, 1e-5, "w", comparing.LIMITS["float32"])
