@@ -11,12 +11,7 @@ from torch import nn
 import torch_ref
 from examples import pytorch
 from examples.pytorch import faithful
-from parity_tests.reference.blocks import all_equal
 from torch_ref.host import live_host_copies, to_host
-
-
-def gradients(function, *inputs):
-    return list(torch.autograd.grad(function(*inputs).sum(), inputs))
 
 
 def test_the_tutorials_function_doubles_the_gradient_and_frees_nothing():
@@ -32,41 +27,6 @@ def test_the_tutorials_function_doubles_the_gradient_and_frees_nothing():
     kept = torch_ref.saved_for_backward(model, x).device_bytes
     without = torch_ref.saved_for_backward(nn.Sequential(model.layer1, model.layer2), x).device_bytes
     assert kept == without + x.nbytes  # the copy, which without an accelerator is in device memory too
-
-
-def mixed(x, pair, *, scale, table, flag):
-    first, (second, factor) = x, pair
-    return (first * scale * factor + second.sin() * table["z"]) if flag else first * 0
-
-
-def test_several_tensors_anywhere_and_arguments_that_are_none():
-    torch.manual_seed(0)
-    x, y, z = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(3))
-
-    def through(call):
-        return lambda x, y, z: call(x, (y, 3), scale=2.5, table={"z": z}, flag=True)
-
-    with torch_ref.receipt() as r:
-        grads = gradients(through(torch_ref.OffloadFunction(mixed)), x, y, z)
-    assert all_equal(grads, gradients(through(mixed), x, y, z))
-    assert (r.tensors_packed, r.bytes_on_host, r.bytes_brought_back, r.calls[0].mode) == (3, 72, 72, "offload")
-
-
-def test_random_state_and_autocast_are_those_of_forward():
-    layer, drop = nn.Linear(8, 8), nn.Dropout(0.5)
-    seen = []
-
-    def block(x):
-        y = drop(layer(x))
-        seen.append((y.dtype, y.detach().clone()))
-        return y.sin()
-
-    x = torch.randn(64, 8, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = torch_ref.OffloadFunction(block)(x)
-    torch.rand(5)
-    y.sum().backward()
-    assert [dtype for dtype, _ in seen] == [torch.bfloat16] * 2 and torch.equal(seen[0][1], seen[1][1])
 
 
 def test_a_floor_keeps_small_tensors_on_the_device():
@@ -218,7 +178,3 @@ def test_sparse_tensors_travel_and_those_without_content_stay():
     with torch_ref.receipt() as r:
         torch_ref.OffloadFunction(lambda x, m: x.sin())(x, torch.empty(5, device="meta"))
     assert r.tensors_packed == 1
-
-
-def test_every_keyword_reaches_the_function():
-    assert torch_ref.OffloadFunction(lambda x, **rest: rest)(torch.ones(1), self=3, function=4) == {"self": 3, "function": 4}

@@ -39,7 +39,6 @@ POLICIES = {
     "save: @primitive:dot_general": (10 * S + SCORES, 0, 0),
     "save: self_attn:dot_general#0, ffn/2:dot_general#0": (4 * S, 0, 4),
 }
-every_policy = pytest.mark.parametrize("policy", [*POLICIES, "off", "everything", "offload: *"])
 
 
 def layer(**options: Any) -> tuple[pytorch.DecoderLayer, torch.Tensor]:
@@ -52,12 +51,9 @@ def names(block: Callable[..., Any], *args: Any, policy: str = "save: *", path: 
     return [candidate.name for candidate in seen.candidates]
 
 
-@every_policy
-@pytest.mark.parametrize("explicit", [True, False])
-def test_gradients_dropout_and_the_random_state_are_those_of_a_plain_call_bit_for_bit(policy, explicit):
-    block, x = layer(dropout=0.4, explicit_attention=explicit)
-    if not explicit and ("self_attn" in policy or policy == "save: @primitive:dot_general"):
-        policy = "save: *ffn*"  # the fused attention is one operator
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_and_the_random_state_are_those_of_a_plain_call_bit_for_bit(policy):
+    block, x = layer(dropout=0.4)
     plain = gradients(block, block, x, seed=3)
     expected = torch.rand(3)
     assert all_equal(gradients(functools.partial(selective_checkpoint, block, policy), block, x, seed=3), plain)
@@ -156,13 +152,6 @@ def test_inputs_are_numbered_with_keywords_in_order_and_moved_one_by_one():
     assert (r.bytes_on_host, r.bytes_brought_back) == (12, 12)
     with pytest.raises(torch_ref.NoEffectError, match="':input#3' matches no array"):
         call("offload: :input#3", {"x": a}, z=c, y=b, weight=weight)
-
-
-def test_every_keyword_reaches_the_block():
-    words = ["block", "policy", "function", "use_reentrant", "context_fn", "debug", "early_stop", "args", "preserve_rng_state"]
-    x = torch.ones(2, requires_grad=True)
-    output = selective_checkpoint(lambda x, **kwargs: x * len(kwargs), "full", x, **dict.fromkeys(words, 1))
-    assert output.tolist() == [9, 9]
 
 
 def test_off_and_no_grad_are_plain_calls_and_the_receipt_says_the_mode():
@@ -264,16 +253,3 @@ def test_scalars_are_kept_and_nothing_else_to_move_is_an_error():
     assert r.bytes_on_host == 12
     assert selective_checkpoint(lambda x: x.sin(), "offload: *sin*", x[:0]).shape == (0,)
     assert selective_checkpoint(lambda x: x.sin(), "offload: @inputs", x[:0]).shape == (0,)
-
-
-def test_fused_attention_without_dropout_can_be_offloaded():
-    q = torch.randn(1, 2, 8, 4, dtype=torch.float64, requires_grad=True)
-
-    def block(q):
-        return torch.nn.functional.scaled_dot_product_attention(q, q, q).sin()
-
-    with torch_ref.receipt() as r:
-        output = selective_checkpoint(block, "offload: *scaled_dot*", q)
-    assert r.bytes_on_host > 0
-    (gradient,) = torch.autograd.grad(output.sum(), q)
-    assert torch.equal(gradient, torch.autograd.grad(block(q).sum(), q)[0])

@@ -78,11 +78,9 @@ def test_names_are_led_by_the_path_in_the_model():
 def test_in_evaluation_and_without_gradients_blocks_are_called_plainly():
     model, x = stack()
     with checkpoint_blocks(model, {DecoderLayer: "full"}), torch_ref.receipt() as r:
-        model.eval()
-        assert products(model, x) == PLAIN
-        model.train()
+        assert products(model.eval(), x) == PLAIN
         with torch.no_grad():
-            model(x)
+            model.train()(x)
         model.layers[1].eval()
         assert products(model, x) == PLAIN + 6 * (LAYERS - 1)
     assert [(entry.block, entry.mode) for entry in r.calls if entry.form == "selective"] == [("DecoderLayer", "full")] * 2
