@@ -73,17 +73,6 @@ def test_the_decoder_sees_only_the_past():
     assert ((before - after).abs().amax(-1)[:, 5:] > 1e-6).all()
 
 
-@pytest.mark.parametrize("mode", torch_ref.MODES)
-def test_float64_is_float64_throughout(mode):
-    torch.manual_seed(4)
-    model = pytorch.ByteDecoder(d_model=16, nhead=2, num_layers=2, max_len=8).double()
-    tokens = torch.randint(0, 256, (2, 8))
-    flags = torch_ref.mode_flags(mode)
-    saved = torch_ref.saved_for_backward(lambda x: model(x, **flags), tokens)
-    assert {entry.dtype for entry in saved.entries if entry.place != "input"} == {torch.float64}
-    assert model.loss(tokens, tokens, **flags).dtype == torch.float64
-
-
 SMALL = pytorch.ByteDecoder(d_model=8, nhead=2, num_layers=1, max_len=8)
 INTEGERS = torch.ones(1, 4, dtype=torch.long)
 WRONG = {
