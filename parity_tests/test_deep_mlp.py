@@ -1,9 +1,6 @@
-"""`DeepMLP` in both frameworks: the same numbers in every form, and a weight map that fits."""
+"""`DeepMLP` in NNX, which the experiment of `test_deep_mlp_segments.py` leaves out, against PyTorch."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,114 +18,27 @@ from remat_jax import checkpoint_blocks
 from remat_jax.parity import float64_error
 
 SIZES = {"num_layers": 6, "hidden_size": 7, "in_features": 5, "out_features": 3}
-MODULES = {"linen": deep_mlp_linen, "nnx": deep_mlp_nnx}
-apis = pytest.mark.parametrize("api", MODULES)
-scans = pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
 
 
-@pytest.fixture(autouse=True)
-def x64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
-
-
-@pytest.fixture(scope="module")
-def data() -> tuple[np.ndarray, np.ndarray]:
-    random = np.random.default_rng(1)
-    return random.normal(size=(4, 5)), random.normal(size=(4, 3))
-
-
-@pytest.fixture(scope="module")
-def model() -> pytorch.DeepMLP:
+@pytest.mark.parametrize(
+    ("scan", "policy", "segments"), [(True, "offload: @dots, @inputs", None), (False, "full", None), (False, "off", 3)]
+)
+def test_its_gradients_are_pytorch_s(scan: bool, policy: str, segments: int | None, x64: None) -> None:
     torch.manual_seed(0)
-    return pytorch.DeepMLP(**SIZES).double()
+    model, random = pytorch.DeepMLP(**SIZES).double(), np.random.default_rng(1)
+    x, weights = random.normal(size=(4, 5)), random.normal(size=(4, 3))
+    (model(torch.tensor(x), segments=segments) * torch.tensor(weights)).sum().backward()
+    expected = {name: w.as_numpy(parameter.grad) for name, parameter in model.named_parameters()}
+    twin = nnx.eval_shape(lambda: deep_mlp_nnx.DeepMLP(**SIZES, scan=scan, rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(w.load_nnx(twin, w.from_torch(model.state_dict(), "DeepMLP", scan=scan)))
+    how = {"segments": segments} if segments else {}
 
+    def loss(params: nnx.State) -> jax.Array:
+        return jnp.sum(nnx.merge(graph, params)(jnp.asarray(x), **how) * weights)
 
-@pytest.fixture(scope="module")
-def expected(model: pytorch.DeepMLP, data: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
-    return torch_gradients(model, data)
-
-
-def torch_gradients(model: pytorch.DeepMLP, data: tuple[np.ndarray, np.ndarray], **how: Any) -> dict[str, np.ndarray]:
-    x, weights = (torch.tensor(array) for array in data)
-    model.zero_grad()
-    (model(x, **how) * weights).sum().backward()
-    return {name: w.as_numpy(parameter.grad) for name, parameter in model.named_parameters()}
-
-
-def flax_gradients(api: str, tree: Any, data: tuple[np.ndarray, np.ndarray], *, scan: bool, policy: str = "off", **how: Any):
-    """Gradients in PyTorch's form of the Flax model with the weights `tree`."""
-    module = MODULES[api]
-    x, weights = data
-    if api == "linen":
-        flax = module.DeepMLP(**SIZES, scan=scan)
-        params, to_tree = tree, lambda grads: grads
-
-        def apply(params: Any) -> jax.Array:
-            return flax.apply({"params": params}, x, **how)
-    else:
-        made = nnx.eval_shape(lambda: module.DeepMLP(**SIZES, scan=scan, rngs=nnx.Rngs(0)))
-        graph, params = nnx.split(w.load_nnx(made, tree))
-        to_tree = w.nnx_tree
-
-        def apply(params: Any) -> jax.Array:
-            return nnx.merge(graph, params)(jnp.asarray(x), **how)
-
-    def loss(params: Any) -> jax.Array:
-        return jnp.sum(apply(params) * weights)
-
-    loss = checkpoint_blocks(loss, {module.MlpLayer: policy}) if policy != "off" else loss
-    return w.gradients_to_torch(to_tree(run(jax.grad(loss), params)), "DeepMLP")
-
-
-def test_pytorch_s_names_are_the_seed_s(model: pytorch.DeepMLP) -> None:
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    assert list(shapes) == [f"layers.{index}.{kind}" for index in range(6) for kind in ("weight", "bias")]
-    assert [shapes[f"layers.{index}.weight"] for index in (0, 1, 4, 5)] == [(7, 5), (7, 7), (7, 7), (3, 7)]
-    assert [type(layer).__name__ for layer in model.layers] == ["MlpLayer"] * 5 + ["Linear"]
-
-
-@pytest.mark.parametrize("how", [{"segments": 3}, {"segments": (1, 4)}, {"use_gradient_checkpointing": True}])
-def test_every_form_of_pytorch_has_the_plain_gradients(model, data, expected, how) -> None:
-    assert float64_error(expected, torch_gradients(model, data, **how))[0] <= LIMIT
-    assert min(np.linalg.norm(gradient) for gradient in expected.values()) > 1e-6
-
-
-@apis
-@scans
-@pytest.mark.parametrize("policy", ["off", "full", "offload_inputs"])
-def test_the_twins_have_pytorch_s_gradients(model, data, expected, api, scan, policy) -> None:
-    tree = w.from_torch(model.state_dict(), "DeepMLP", scan=scan)
-    assert float64_error(expected, flax_gradients(api, tree, data, scan=scan, policy=policy))[0] <= LIMIT
-
-
-@apis
-@pytest.mark.parametrize("segments", [2, 3, 6])
-def test_the_twins_in_segments_have_pytorch_s_gradients(model, data, expected, api, segments) -> None:
-    tree = w.from_torch(model.state_dict(), "DeepMLP")
-    assert float64_error(expected, flax_gradients(api, tree, data, scan=False, segments=segments))[0] <= LIMIT
-
-
-@scans
-def test_the_map_is_adjoint_and_inverse_and_numbers_the_layers_right(model, scan) -> None:
-    state = {name: w.as_numpy(tensor) for name, tensor in model.state_dict().items()}
-    tree = w.from_torch(state, "DeepMLP", scan=scan)
-    again = w.gradients_to_torch(tree, "DeepMLP")
-    assert again.keys() == state.keys() and all(np.array_equal(again[name], state[name]) for name in state)
-    second = tree["layers"]["linear"]["kernel"][1] if scan else tree["layers_1"]["linear"]["kernel"]
-    assert np.array_equal(second, state["layers.2.weight"].T)
-    assert np.array_equal(tree["head"]["kernel"], state["layers.5.weight"].T)
-
-
-def test_a_layer_that_is_missing_is_refused(model) -> None:
-    state = dict(model.state_dict())
-    del state["layers.2.bias"]
-    with pytest.raises(ValueError, match=r"layers\.2\.bias: missing from the state dict"):
-        w.from_torch(state, "DeepMLP")
-    short = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("layers.5.")}
-    like = w.from_torch(model.state_dict(), "DeepMLP")
-    with pytest.raises(ValueError, match=r"layers_3/linear/kernel: missing"):
-        w.from_torch(short, "DeepMLP", like=like)
+    applied = loss if policy == "off" else checkpoint_blocks(loss, {deep_mlp_nnx.MlpLayer: policy})
+    gradients = w.gradients_to_torch(w.nnx_tree(run(jax.grad(applied), params)), "DeepMLP")
+    assert float64_error(expected, gradients)[0] <= LIMIT
 
 
 def test_wrong_sizes_are_named() -> None:
@@ -136,6 +46,5 @@ def test_wrong_sizes_are_named() -> None:
         pytorch.DeepMLP(1)
     with pytest.raises(ValueError, match="num_layers=2, expected at least 3"):
         deep_mlp_nnx.DeepMLP(2, rngs=nnx.Rngs(0))
-    linen = deep_mlp_linen.DeepMLP(**SIZES)
     with pytest.raises(ValueError, match="x has 4 features, expected in_features=5"):
-        linen.init(jax.random.key(0), jnp.ones((2, 4)))
+        deep_mlp_linen.DeepMLP(**SIZES).init(jax.random.key(0), jnp.ones((2, 4)))

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-from torch.utils.checkpoint import checkpoint
 
-import remat_jax as rj
-import torch_ref
 from examples import pytorch
 from examples.models import deep_mlp_linen, deep_mlp_scan
 from examples.segments import jax_forms, torch_forms
-from examples.segments.setting import Setting, cuts
+from examples.segments.setting import Setting
 from parity_tests.support import LIMIT, run
 from remat_jax.cost.count import matmuls
 from remat_jax.parity import float64_error
@@ -38,7 +30,7 @@ def nested_form(num_layers: int) -> jax_forms.Form:
 # Bytes and executions.
 
 
-@pytest.mark.parametrize(("num_layers", "segments"), [(16, 4), (25, 5), (36, 6)])
+@pytest.mark.parametrize(("num_layers", "segments"), [(16, 4), (25, 5)])
 def test_checkpoint_sequential_with_the_square_root(num_layers: int, segments: int) -> None:
     form = sqrt_form(num_layers)
     kept = jax_forms.saved_bytes(SMALL, form, num_layers)
@@ -51,7 +43,7 @@ def test_checkpoint_sequential_with_the_square_root(num_layers: int, segments: i
     assert (kept - cost.saved_bytes, executed) == ((segments - 1) * (ACTIVATION + MASK), cost.matmuls)
 
 
-@pytest.mark.parametrize(("hidden_layers", "segments"), [(16, 4), (64, 8), (256, 16)])
+@pytest.mark.parametrize(("hidden_layers", "segments"), [(16, 4), (64, 8)])
 def test_a_nested_scan_with_the_square_root(hidden_layers: int, segments: int) -> None:
     num_layers = hidden_layers + 2
     form = nested_form(num_layers)
@@ -61,7 +53,10 @@ def test_a_nested_scan_with_the_square_root(hidden_layers: int, segments: int) -
     assert jax_forms.matmul_count(SMALL, form, num_layers) == 3 * num_layers - 1 + hidden_layers
 
 
-@pytest.mark.parametrize("form", jax_forms.forms(SMALL))
+forms = pytest.mark.parametrize("form", jax_forms.forms(SMALL))
+
+
+@forms
 def test_every_form_is_its_closed_form(form: str) -> None:
     jax_form = jax_forms.forms(SMALL)[form]
     assert jax_forms.saved_bytes(SMALL, jax_form) == jax_form.saved_bytes
@@ -74,55 +69,11 @@ def test_the_number_of_segments_decides_what_a_nested_scan_keeps() -> None:
         assert jax_forms.saved_bytes(SMALL, form) == (segments + 2) * ACTIVATION + MASK
 
 
-def test_remat_keeps_and_executes_what_jax_checkpoint_does() -> None:
-    def by_jax(params: Any, x: jax.Array) -> jax.Array:
-        def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
-            return jax.nn.relu(x @ weights["linear"]["kernel"] + weights["linear"]["bias"]), None
-
-        segment = jax.checkpoint(lambda x, layers: jax.lax.scan(layer, x, layers)[0])
-        x, _ = layer(x, params["first"])
-        x, _ = jax.lax.scan(lambda x, layers: (segment(x, layers), None), x, params["layers"])
-        return x @ params["head"]["kernel"] + params["head"]["bias"]
-
-    ours = nested_form(16)
-    theirs = ours._replace(apply=by_jax)
-    assert jax_forms.saved_bytes(SMALL, theirs) == jax_forms.saved_bytes(SMALL, ours)
-    assert jax_forms.matmul_count(SMALL, theirs) == jax_forms.matmul_count(SMALL, ours)
-
-
 def test_the_value_of_the_loss_costs_the_head_s_product() -> None:
     # The loss is linear in the output, so the gradient alone does not need the output: dead-code elimination.
     job, form = jax_forms.workload(SMALL, sqrt_form(16)), sqrt_form(16)
     with_value = jax_forms.matmul_count(SMALL, form)
     assert matmuls(jax.grad(jax_forms.loss_of(form)), job.params, *job.batch) == with_value - 1
-
-
-@pytest.mark.parametrize(("ends_on_relu", "again"), [(True, 2), (False, 1)])
-def test_a_segment_that_ends_on_a_product_does_not_repeat_it(ends_on_relu: bool, again: int) -> None:
-    """Dead-code elimination in JAX and stopping early in PyTorch save no product here; with the
-    tutorial's cut they save one.
-    """
-
-    def segment(relu: Callable[[Any], Any], w: Any, x: Any) -> Any:
-        x = relu(x @ w) @ w
-        return relu(x) if ends_on_relu else x
-
-    w = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
-
-    def loss(w: jax.Array, x: np.ndarray) -> jax.Array:
-        return jnp.sum(jnp.sin(rj.remat(lambda w, x: segment(jax.nn.relu, w, x))(w, x)))
-
-    def plain(w: jax.Array, x: np.ndarray) -> jax.Array:
-        return jnp.sum(jnp.sin(segment(jax.nn.relu, w, x)))
-
-    assert matmuls(jax.value_and_grad(loss), w, w) - matmuls(jax.value_and_grad(plain), w, w) == again
-    counts = []
-    for call in (lambda *args: checkpoint(segment, *args, use_reentrant=False), segment):
-        weight, x = torch.tensor(w, requires_grad=True), torch.tensor(w)
-        with torch_ref.count_matmuls() as count:
-            call(torch.relu, weight, x).sin().sum().backward()
-        counts.append(count.total)
-    assert counts[0] - counts[1] == again
 
 
 @pytest.mark.parametrize("form", [name for name, jax_form in jax_forms.forms(SMALL).items() if not jax_form.stacked])
@@ -140,18 +91,12 @@ def expected() -> dict[str, np.ndarray]:
     return torch_forms.gradients(SMALL, None)
 
 
-@pytest.mark.parametrize("form", jax_forms.forms(SMALL))
+@forms
 def test_gradients_of_every_jax_form_are_pytorch_s(form: str, expected: dict[str, np.ndarray]) -> None:
     grads = jax_forms.gradients(SMALL, jax_forms.forms(SMALL)[form], torch_forms.model_of(SMALL).state_dict())
     assert float64_error(expected, grads)[0] <= LIMIT
     wrong = grads | {"layers.3.weight": -grads["layers.3.weight"]}
     assert float64_error(expected, wrong)[0] > 1e-3
-
-
-@pytest.mark.parametrize("cut", cuts(16))
-def test_gradients_of_every_pytorch_form_are_the_plain_one_s(cut: str, expected: dict[str, np.ndarray]) -> None:
-    grads = torch_forms.gradients(SMALL, torch_forms.segments_of(cut, cuts(16)[cut]))
-    assert float64_error(expected, grads)[0] <= LIMIT
 
 
 def test_folding_layers_and_unfolding_them_are_inverse() -> None:

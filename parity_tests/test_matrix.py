@@ -7,6 +7,6 @@ import pytest
 from parity_tests import matrix
 
 
-@pytest.mark.parametrize("case", matrix.CASES, ids=str)
+@pytest.mark.parametrize("case", matrix.RUN, ids=str)
 def test_outputs_gradients_and_an_adam_step_agree(case: matrix.Case) -> None:
     assert matrix.problems(case, matrix.result(case)) == []

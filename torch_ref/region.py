@@ -56,7 +56,7 @@ class Region:
         self._saved: dict[int, str] = {}
         self._is_first = True
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the block: the first call saves and offloads arrays, later calls reuse them."""
         is_first, self._is_first = self._is_first, False
         paths = ModulePaths(self._block, self._path)

@@ -41,6 +41,6 @@ def all_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def call(mode: str, block: Any, *args: Any, **kwargs: Any) -> Any:
+def call(mode: str, block: Any, /, *args: Any, **kwargs: Any) -> Any:
     flags = torch_ref.mode_flags(mode)
     return torch_ref.gradient_checkpoint_forward(block, *flags.values(), *args, **kwargs)

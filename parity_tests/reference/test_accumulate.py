@@ -1,9 +1,8 @@
-"""Gradient accumulation in PyTorch: the right loop against the whole batch, and a tutorial's loop with its faults in
-numbers.
-"""
+"""Gradient accumulation in PyTorch against the whole batch, and a tutorial's loop with its faults in numbers."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -46,66 +45,47 @@ def whole_batch(dtype: torch.dtype = torch.float64) -> tuple[float, torch.Tensor
     return loss.item(), gradients(whole)
 
 
+def flat(network: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
+
+
 def error(gradient: torch.Tensor, expected: torch.Tensor) -> float:
     return float((gradient.double() - expected.double()).norm() / expected.double().norm())
-
-
-# --- the right loop ---------------------------------------------------------------------------------------------------
 
 
 def test_it_is_the_whole_batchs_gradient() -> None:
     accumulating = model()
     list(accumulating.parameters())[0].grad = torch.ones(8, 4, dtype=torch.float64)  # an older gradient is dropped
-    accumulated = accumulate_gradients(summed(accumulating), data(), accumulating.parameters())
+    empty = [(torch.zeros(0, 4, dtype=torch.float64), torch.zeros(0, dtype=torch.long))]
+    accumulated = accumulate_gradients(summed(accumulating), empty + data(), accumulating.parameters())
     loss, expected = whole_batch()
     assert accumulated.targets == sum(COUNTS) and abs(accumulated.loss - loss) <= 1e-12
     assert error(gradients(accumulating), expected) <= 1e-12
+    accumulated = accumulate_gradients(summed(accumulating), empty * 2, accumulating.parameters())
+    assert (accumulated.loss, accumulated.targets) == (0.0, 0.0) and float(gradients(accumulating).abs().max()) == 0.0
 
 
 def test_the_tutorials_mean_of_means_is_another_gradient() -> None:
-    class Kept(torch.optim.SGD):
-        """Stores the gradient of its only step."""
-
-        def step(self, closure: Any = None) -> None:
-            self.seen = torch.cat([p.grad.flatten() for group in self.param_groups for p in group["params"]])
-
-    faithful = model()
-    optimizer = Kept(faithful.parameters(), lr=1.0)
-    log = train(faithful, optimizer, nn.CrossEntropyLoss(), data(), len(COUNTS), epochs=1)
-    expected = sum(
-        torch.autograd.grad(nn.functional.cross_entropy(faithful(x), y) / len(COUNTS), list(faithful.parameters()))[0].flatten()
-        for x, y in data()
-    )
-    assert error(optimizer.seen[:32], expected) <= 1e-12, "it does what its text says"
-    assert error(optimizer.seen, whole_batch()[1]) > 0.1, "which is off by more than a tenth of the gradient"
+    faithful, start = model(), flat(model())
+    log = train(faithful, torch.optim.SGD(faithful.parameters(), lr=1.0), nn.CrossEntropyLoss(), data(), len(COUNTS), epochs=1)
+    before = model()
+    sum(nn.functional.cross_entropy(before(x), y) / len(COUNTS) for x, y in data()).backward()
+    assert error(start - flat(faithful), gradients(before)) <= 1e-12, "it does what its text says"
+    assert error(start - flat(faithful), whole_batch()[1]) > 0.1, "which is off by more than a tenth of the gradient"
     # The printed loss is that of the last five targets of eighteen.
-    last = nn.functional.cross_entropy(faithful(data()[-1][0]), data()[-1][1]).item()
+    last = nn.functional.cross_entropy(before(data()[-1][0]), data()[-1][1]).item()
     assert [(line.epoch, line.step) for line in log] == [(0, 5)] and abs(log[0].loss - last) <= 1e-12
     assert abs(log[0].loss - whole_batch()[0]) > 0.01
 
 
-def test_the_tutorial_never_steps_an_incomplete_last_group() -> None:
-    """Six micro-batches in groups of four: two are dropped, and an epoch of three changes nothing."""
-    dropping, four = model(), model()
-    for network, batches in ((dropping, data()), (four, data()[:4])):
-        log = train(network, torch.optim.SGD(network.parameters(), lr=0.5), nn.CrossEntropyLoss(), batches, 4, epochs=2)
-        assert [(line.epoch, line.step) for line in log] == [(0, 3), (1, 3)]
-    assert all(torch.equal(a, b) for a, b in zip(dropping.parameters(), four.parameters(), strict=True))
-    idle = model()
-    assert train(idle, torch.optim.SGD(idle.parameters(), lr=0.5), nn.CrossEntropyLoss(), data()[:3], 4, epochs=5) == []
-    assert all(torch.equal(a, b) for a, b in zip(idle.parameters(), model().parameters(), strict=True))
-
-
-def test_a_batch_without_targets_divides_by_nothing() -> None:
-    accumulating = model()
-    empty = [(torch.zeros(0, 4, dtype=torch.float64), torch.zeros(0, dtype=torch.long))] * 2
-    accumulated = accumulate_gradients(summed(accumulating), empty, accumulating.parameters())
-    assert (accumulated.loss, accumulated.targets) == (0.0, 0.0) and float(gradients(accumulating).abs().max()) == 0.0
-    first_empty = accumulate_gradients(summed(accumulating), empty[:1] + data(), accumulating.parameters())
-    assert first_empty.targets == sum(COUNTS) and error(gradients(accumulating), whole_batch()[1]) <= 1e-12
-
-
-# --- mixed precision --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("batches", "steps"), [(6, [(0, 3), (1, 3)]), (4, [(0, 3), (1, 3)]), (3, [])])
+def test_the_tutorial_never_steps_an_incomplete_last_group_of_four(batches: int, steps: list[tuple[int, int]]) -> None:
+    network, four = model(), model()
+    for trained, count in ((network, batches), (four, 4 if steps else 0)):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.5)
+        log = train(trained, optimizer, nn.CrossEntropyLoss(), data()[:count], 4, epochs=2)
+        assert [(line.epoch, line.step) for line in log] == steps
+    assert torch.equal(flat(network), flat(four))
 
 
 @pytest.mark.parametrize(("autocast", "bound"), [(None, 1e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
@@ -117,9 +97,7 @@ def test_autocast_runs_narrow_and_keeps_the_gradient(autocast: torch.dtype | Non
     outcome = accumulated_step(summed(accumulating), data(torch.float32), optimizer, autocast=autocast, scaler=scaler)
     assert outcome.stepped and outcome.gradient_norm is None and abs(outcome.loss - whole_batch()[0]) < 0.01
     assert set(seen) == {autocast or torch.float32} and len(seen) == len(COUNTS)
-    start = torch.cat([parameter.detach().flatten() for parameter in model(torch.float32).parameters()])
-    stepped = torch.cat([parameter.detach().flatten() for parameter in accumulating.parameters()])
-    distance = error(start - stepped, whole_batch()[1])
+    distance = error(flat(model(torch.float32)) - flat(accumulating), whole_batch()[1])
     assert distance <= bound and (autocast is None or distance > 1e-6)
 
 
@@ -131,9 +109,8 @@ def test_clipping_sees_the_unscaled_gradient(scaled: bool) -> None:
     outcome = accumulated_step(summed(accumulating), data(torch.float32), optimizer, scaler=scaler, clip_norm=0.01)
     expected = float(whole_batch()[1].norm())
     assert outcome.gradient_norm == pytest.approx(expected, rel=1e-5) and expected > 0.1
-    pairs = zip(accumulating.parameters(), model(torch.float32).parameters(), strict=True)
-    moved = [new.detach() - old.detach() for new, old in pairs]
-    assert float(torch.cat([difference.flatten() for difference in moved]).norm()) == pytest.approx(0.01, rel=1e-4)
+    moved = flat(accumulating) - flat(model(torch.float32))
+    assert float(moved.norm()) == pytest.approx(0.01, rel=1e-4)
 
 
 def test_an_infinite_gradient_skips_the_step_and_lowers_the_scale() -> None:
@@ -142,14 +119,10 @@ def test_an_infinite_gradient_skips_the_step_and_lowers_the_scale() -> None:
     optimizer = torch.optim.SGD(accumulating.parameters(), lr=1.0)
     spoiled = data(torch.float32)
     spoiled[2][0][0, 0] = float("inf")
-    outcome = accumulated_step(summed(accumulating), spoiled, optimizer, scaler=scaler)
-    assert not outcome.stepped and scaler.get_scale() == 2.0**9
-    assert all(torch.equal(a, b) for a, b in zip(accumulating.parameters(), model(torch.float32).parameters(), strict=True))
+    assert not accumulated_step(summed(accumulating), spoiled, optimizer, scaler=scaler).stepped
+    assert scaler.get_scale() == 2.0**9 and torch.equal(flat(accumulating), flat(model(torch.float32)))
     assert accumulated_step(summed(accumulating), data(torch.float32), optimizer, scaler=scaler).stepped
     assert scaler.get_scale() == 2.0**9
-
-
-# --- wrong use --------------------------------------------------------------------------------------------------------
 
 
 def test_cutting_a_batch() -> None:
@@ -157,25 +130,32 @@ def test_cutting_a_batch() -> None:
     parts = micro_batches(({"x": x, "scale": 2.0}, x.view(6, 1)), 3)
     assert [part[0]["x"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
     assert [tuple(part[1].shape) for part in parts] == [(2, 1)] * 3 and parts[2][0]["scale"] == 2.0
-    for n in (0, True, 2.0):
-        with pytest.raises(InvalidArgumentError, match="n=.*a positive int"):
-            micro_batches((x,), n)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match=r"n=4 does not divide the 6 rows.*divisors: \[1, 2, 3, 6\]"):
-        micro_batches((x,), 4)
-    with pytest.raises(InvalidArgumentError, match=r"first dimensions of one size, but found \[5, 6\]"):
-        micro_batches((x, x[1:]), 2)
 
 
-def test_wrong_arguments_are_named() -> None:
-    network = model()
-    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
-    with pytest.raises(InvalidArgumentError, match="batches=list: expected a sequence of one tuple or more"):
-        accumulate_gradients(summed(network), [], network.parameters())
-    with pytest.raises(InvalidArgumentError, match="parameters: expected at least one"):
-        accumulate_gradients(summed(network), data(), [])
-    with pytest.raises(InvalidArgumentError, match="loss returned Tensor: expected the sum of the losses.*not a mean"):
-        accumulated_step(lambda x, y: nn.functional.cross_entropy(network(x), y), data(), optimizer)  # type: ignore[arg-type, return-value]
-    with pytest.raises(InvalidArgumentError, match="clip_norm=0: expected a positive number"):
-        accumulated_step(summed(network), data(), optimizer, clip_norm=0)
-    with pytest.raises(InvalidArgumentError, match=r"autocast=torch.float16 without scaler.*pass a torch.amp.GradScaler"):
-        accumulated_step(summed(network), data(), optimizer, autocast=torch.float16)
+NETWORK, ROWS = model(), torch.arange(6)
+OPTIMIZER = torch.optim.SGD(NETWORK.parameters(), lr=1.0)
+STEP = functools.partial(accumulated_step, summed(NETWORK), data(), OPTIMIZER)
+WRONG = {
+    "n=0.*a positive int": lambda: micro_batches((ROWS,), 0),
+    "n=True.*a positive int": lambda: micro_batches((ROWS,), True),
+    "n=2.0.*a positive int": lambda: micro_batches((ROWS,), 2.0),  # type: ignore[arg-type]
+    r"n=4 does not divide the 6 rows.*divisors: \[1, 2, 3, 6\]": lambda: micro_batches((ROWS,), 4),
+    r"first dimensions of one size, but found \[5, 6\]": lambda: micro_batches((ROWS, ROWS[1:]), 2),
+    "batches=list: expected a sequence of one tuple or more": lambda: accumulate_gradients(
+        summed(NETWORK), [], NETWORK.parameters()
+    ),
+    "parameters: expected at least one": lambda: accumulate_gradients(summed(NETWORK), data(), []),
+    "loss returned Tensor: expected the sum of the losses.*not a mean": lambda: accumulated_step(
+        lambda x, y: nn.functional.cross_entropy(NETWORK(x), y),  # type: ignore[arg-type, return-value]
+        data(),
+        OPTIMIZER,
+    ),
+    "clip_norm=0: expected a positive number": lambda: STEP(clip_norm=0),
+    r"autocast=torch.float16 without scaler.*pass a torch.amp.GradScaler": lambda: STEP(autocast=torch.float16),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_arguments_are_named(message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        WRONG[message]()

@@ -11,16 +11,7 @@ from torch import nn
 import torch_ref
 from examples import pytorch
 from examples.pytorch import faithful
-from parity_tests.reference.blocks import all_equal
-from torch_ref.host import HostCopy, live_host_copies, to_host
-from torch_ref.layout import Layout
-
-
-def gradients(function, *inputs, parameters=()):
-    fresh = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
-    output = function(*fresh)
-    wanted = [x for x in fresh if x.requires_grad] + list(parameters)
-    return list(torch.autograd.grad(output.sum(), wanted))
+from torch_ref.host import live_host_copies, to_host
 
 
 def test_the_tutorials_function_doubles_the_gradient_and_frees_nothing():
@@ -36,53 +27,6 @@ def test_the_tutorials_function_doubles_the_gradient_and_frees_nothing():
     kept = torch_ref.saved_for_backward(model, x).device_bytes
     without = torch_ref.saved_for_backward(nn.Sequential(model.layer1, model.layer2), x).device_bytes
     assert kept == without + x.nbytes  # the copy, which without an accelerator is in device memory too
-
-
-def test_the_general_form_around_the_same_layer():
-    torch.manual_seed(0)
-    first, second = nn.Linear(16, 16).double(), nn.Linear(16, 16).double()
-    x = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
-    weights = [*first.parameters(), *second.parameters()]
-    offloaded = torch_ref.OffloadFunction(second)
-    with torch_ref.receipt() as r:
-        grads = gradients(lambda x: offloaded(first(x)).square(), x, parameters=weights)
-    assert all_equal(grads, gradients(lambda x: second(first(x)).square(), x, parameters=weights))
-    assert (r.bytes_on_host, r.bytes_brought_back, r.calls[0].mode) == (512, 512, "offload")
-
-
-def mixed(x, pair, *, scale, table, flag):
-    first, (second, factor) = x, pair
-    return (first * scale * factor + second.sin() * table["z"]) if flag else first * 0
-
-
-def test_several_tensors_anywhere_and_arguments_that_are_none():
-    torch.manual_seed(0)
-    x, y, z = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(3))
-
-    def through(call):
-        return lambda x, y, z: call(x, (y, 3), scale=2.5, table={"z": z}, flag=True)
-
-    with torch_ref.receipt() as r:
-        grads = gradients(through(torch_ref.OffloadFunction(mixed)), x, y, z)
-    assert all_equal(grads, gradients(through(mixed), x, y, z))
-    assert (r.tensors_packed, r.bytes_on_host) == (3, 72)
-
-
-def test_random_state_and_autocast_are_those_of_forward():
-    layer, drop = nn.Linear(8, 8), nn.Dropout(0.5)
-    seen = []
-
-    def block(x):
-        y = drop(layer(x))
-        seen.append((y.dtype, y.detach().clone()))
-        return y.sin()
-
-    x = torch.randn(64, 8, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = torch_ref.OffloadFunction(block)(x)
-    torch.rand(5)
-    y.sum().backward()
-    assert [dtype for dtype, _ in seen] == [torch.bfloat16] * 2 and torch.equal(seen[0][1], seen[1][1])
 
 
 def test_a_floor_keeps_small_tensors_on_the_device():
@@ -101,6 +45,7 @@ def test_what_views_one_storage_is_copied_once():
     seen = []
 
     def block(w, **views):
+        assert len({view.untyped_storage().data_ptr() for name, view in views.items() if name != "every"}) == 1
         seen.append({name: view.clone() for name, view in views.items()})
         return (w * sum(view.sum() for view in views.values())).sin()
 
@@ -115,53 +60,12 @@ def test_what_views_one_storage_is_copied_once():
     assert r.bytes_on_host == (24 + 16 + 1) * 8
 
 
-def test_views_of_one_storage_share_it_again_in_the_recomputation():
-    shared = []
-
-    def block(x, whole, part):
-        shared.append(whole.data_ptr() == part.data_ptr())
-        return (x * part.sum()).sin()
-
-    x, whole = torch.ones(1, requires_grad=True), torch.zeros(4)
-    torch_ref.OffloadFunction(block)(x, whole, whole[:2]).backward()
-    assert shared == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("view", "dense", "extent"),
-    [
-        (lambda t: t, True, 24),
-        (lambda t: t.t(), True, 24),
-        (lambda t: t[:, ::2], False, 23),
-        (lambda t: t[1:3], True, 12),
-        (lambda t: t[:1].expand(4, 6), True, 6),
-        (lambda t: t[:0], True, 0),
-        (lambda t: t.as_strided((3, 3), (1, 2)), False, 7),
-        (lambda t: t.as_strided((2, 3), (2, 2)), False, 7),
-        (lambda t: torch.view_as_complex(t.view(-1, 2)).conj(), False, 12),
-        (lambda t: t[0, 0], True, 1),
-    ],
-)
-def test_layouts(view, dense, extent):
-    tensor = view(torch.arange(24.0).reshape(4, 6))
-    layout = Layout.of(tensor)
-    assert (layout.is_dense, layout.extent) == (dense, extent)
-    copy = HostCopy(tensor, pin=True)
-    assert copy.nbytes == (extent if dense else tensor.numel()) * tensor.itemsize
-    assert torch.equal(copy.view(copy.bring_back(), layout, False), tensor)
-
-
 def test_only_what_lies_inside_is_shared():
     base = torch.arange(24.0)
     part, made = to_host(base[:8])
     assert made
-    assert [to_host(view)[1] for view in (base[:8], base[2:6], base[:8:3], base[4:9], base[:8].view(torch.int32))] == [
-        False,
-        False,
-        False,
-        True,
-        True,
-    ]
+    assert not any(to_host(view)[1] for view in (base[:8], base[2:6], base[:8:3]))
+    assert all(to_host(view)[1] for view in (base[4:9], base[:8].view(torch.int32)))
     base.add_(1)
     assert to_host(base[2:6])[1]
     before = len(live_host_copies())
@@ -169,28 +73,16 @@ def test_only_what_lies_inside_is_shared():
     assert len(live_host_copies()) == before - 1
 
 
-def test_gradients_of_every_kind():
-    x = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
-    cube = torch_ref.OffloadFunction(lambda x: x.sin() * x.exp() * x)
-    (first,) = torch.autograd.grad(cube(x).sum(), x, create_graph=True)
-    (plain,) = torch.autograd.grad(cube.function(x).sum(), x, create_graph=True)
-    assert torch.equal(first, plain)
-    second, expected = (torch.autograd.grad(g.square().sum(), x)[0] for g in (first, plain))
-    assert torch.allclose(second, expected, rtol=1e-14, atol=0)
-    with torch.no_grad(), torch_ref.receipt() as r:
-        cube(x)
-    assert r.tensors_packed == 0
-
-
-@pytest.mark.parametrize("floor", [-1, 1.5, True, None])
-def test_wrong_floor(floor):
-    with pytest.raises(torch_ref.InvalidArgumentError, match=r"min_bytes is .*, expected an integer from 0 up"):
-        torch_ref.OffloadFunction(torch.sin, min_bytes=floor)
-
-
-def test_wrong_function():
-    with pytest.raises(torch_ref.InvalidArgumentError, match="model is a Tensor, expected a module or a function"):
-        torch_ref.OffloadFunction(torch.ones(2))
+@pytest.mark.parametrize(
+    ("function", "floor", "message"),
+    [
+        *((torch.sin, floor, "min_bytes is .*, expected an integer from 0 up") for floor in (-1, 1.5, True, None)),
+        (torch.ones(2), 0, "model is a Tensor, expected a module or a function"),
+    ],
+)
+def test_wrong_use(function, floor, message):
+    with pytest.raises(torch_ref.InvalidArgumentError, match=message):
+        torch_ref.OffloadFunction(function, min_bytes=floor)
 
 
 @pytest.mark.gpu
@@ -246,14 +138,6 @@ def test_overlapping_arguments_that_the_block_writes_on_are_refused():
         torch_ref.OffloadFunction(block)(a, b)
 
 
-def test_a_view_that_is_gone_is_as_safe_as_the_tensor_that_it_views():
-    h = torch.ones(4, requires_grad=True) * 1
-    y = torch_ref.OffloadFunction(torch.exp)(h.view(-1))
-    h.mul_(5)
-    with pytest.raises(torch_ref.MutatedTensorError, match="at version 1, expected 0"):
-        y.sum().backward()
-
-
 def test_an_alias_with_a_version_counter_of_its_own_gets_a_copy_of_its_own():
     base, w = torch.ones(3), torch.ones(3, requires_grad=True)
     outputs = []
@@ -294,7 +178,3 @@ def test_sparse_tensors_travel_and_those_without_content_stay():
     with torch_ref.receipt() as r:
         torch_ref.OffloadFunction(lambda x, m: x.sin())(x, torch.empty(5, device="meta"))
     assert r.tensors_packed == 1
-
-
-def test_every_keyword_reaches_the_function():
-    assert torch_ref.OffloadFunction(lambda x, **rest: rest)(torch.ones(1), self=3, function=4) == {"self": 3, "function": 4}

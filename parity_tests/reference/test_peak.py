@@ -1,3 +1,5 @@
+"""`peak_bytes`: the peak of a training step on fake tensors, against closed forms."""
+
 from __future__ import annotations
 
 import pytest
@@ -12,13 +14,12 @@ B, T, D, H, L = 16, 64, 64, 4, 4
 ACTIVATION = B * T * D * 4
 
 
-def step_in(mode: str, optimizer: bool = False, batch: int = B):
+def step_in(mode: str, optimizer: bool = False, layers: int = L):
     def build() -> torch_ref.TrainingStep:
-        model = pytorch.DecoderStack(L, D, H)
+        model = pytorch.DecoderStack(layers, D, H)
         flags = torch_ref.mode_flags(mode)
-        x = torch.zeros(batch, T, D)
         adam = torch.optim.Adam(model.parameters(), fused=True) if optimizer else None
-        return torch_ref.TrainingStep(model, lambda x: model(x + 0, **flags).square().mean(), (x,), adam)
+        return torch_ref.TrainingStep(model, lambda x: model(x + 0, **flags).square().mean(), (torch.zeros(B, T, D),), adam)
 
     return build
 
@@ -31,20 +32,15 @@ def peaks() -> dict[str, torch_ref.PeakBytes]:
 PARAMETERS = sum(p.nbytes for p in pytorch.DecoderStack(L, D, H).parameters())
 
 
-def test_the_parts_make_the_whole(peaks):
-    for peak in peaks.values():
+def test_the_parts_make_the_whole_and_every_mode_lowers_it(peaks):
+    for mode, peak in peaks.items():
         assert sum(peak.breakdown.values()) == peak.device_bytes
         assert peak.breakdown["parameters"] == PARAMETERS
         assert peak.breakdown["batch"] == ACTIVATION
         assert peak.breakdown["optimizer_state"] == peak.breakdown["buffers"] == 0
-
-
-def test_every_mode_lowers_the_device_peak(peaks):
+        assert peak.host_bytes == (L * ACTIVATION if mode == "offload" else 0)
+        assert mode == "offload" or peak.tracked_bytes == peak.device_bytes
     assert peaks["off"].device_bytes > peaks["checkpoint"].device_bytes > peaks["offload"].device_bytes
-    assert peaks["off"].host_bytes == peaks["checkpoint"].host_bytes == 0
-    assert peaks["offload"].host_bytes == L * ACTIVATION
-    for mode in ("off", "checkpoint"):
-        assert peaks[mode].tracked_bytes == peaks[mode].device_bytes
 
 
 def test_offload_moves_the_peak_to_the_other_end(peaks):
@@ -56,35 +52,30 @@ def test_offload_moves_the_peak_to_the_other_end(peaks):
     assert peaks["offload"].breakdown["gradients"] - peaks["checkpoint"].breakdown["gradients"] == later_gradients
 
 
-def test_more_layers_cost_what_they_keep():
-    def layers(count: int, mode: str) -> int:
-        def build():
-            model = pytorch.DecoderStack(count, D, H)
-            x, flags = torch.zeros(B, T, D), torch_ref.mode_flags(mode)
-            return torch_ref.TrainingStep(model, lambda x: model(x + 0, **flags).square().mean(), (x,))
-
-        peak = torch_ref.peak_bytes(build)
-        return peak.device_bytes - peak.breakdown["parameters"]
-
-    layer = (12 * B * T * D + B * H * T * T + 4 * B * T) * 4
-    assert layers(3, "off") - layers(2, "off") == layer
-    assert layers(3, "checkpoint") - layers(2, "checkpoint") == ACTIVATION
-    assert layers(3, "offload") - layers(2, "offload") == PARAMETERS // L  # gradients; they are smaller than an input
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("off", (12 * B * T * D + B * H * T * T + 4 * B * T) * 4),
+        ("checkpoint", ACTIVATION),
+        ("offload", PARAMETERS // L),  # gradients; they are smaller than an input
+    ],
+)
+def test_one_more_layer_costs_what_it_keeps(peaks, mode, expected):
+    fewer = torch_ref.peak_bytes(step_in(mode, layers=L - 1))
+    less, more = (peak.device_bytes - peak.breakdown["parameters"] for peak in (fewer, peaks[mode]))
+    assert more - less == expected
 
 
 def test_optimizer_state_is_there_from_the_start_of_the_step():
-    peak = torch_ref.peak_bytes(step_in("off", optimizer=True))
-    tensors = len(list(pytorch.DecoderStack(L, D, H).parameters()))
-    assert peak.breakdown["optimizer_state"] == 2 * PARAMETERS + 4 * tensors  # both moments, and a step count each
+    peak = torch_ref.peak_bytes(step_in("off", optimizer=True, layers=1))
+    tensors = len(list(pytorch.DecoderStack(1, D, H).parameters()))
+    assert peak.breakdown["optimizer_state"] == 2 * PARAMETERS // L + 4 * tensors  # both moments, and a step count each
 
 
 def test_a_linear_model_by_hand():
     def build():
         model = nn.Linear(100, 50, bias=False)
-        return torch_ref.TrainingStep(model, lambda x: model(x).sum(), (torch.zeros(10, 100),), optimizer())
-
-    def optimizer():
-        return None
+        return torch_ref.TrainingStep(model, lambda x: model(x).sum(), (torch.zeros(10, 100),))
 
     peak = torch_ref.peak_bytes(build)
     # Parameter, its gradient, the batch; only the caller holds the output until it is summed.
@@ -116,42 +107,36 @@ def test_a_host_copy_in_the_making_is_not_on_the_device():
 
 def test_nothing_is_left_behind():
     before = live_copies()
-    torch_ref.peak_bytes(step_in("offload", batch=2))
+    torch_ref.peak_bytes(step_in("offload", layers=1))
     assert live_copies() == before
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 
-def test_tensors_that_existed_before_are_refused():
-    model = nn.Linear(2, 2)
-    with pytest.raises(torch_ref.InvalidArgumentError, match="model of the TrainingStep has tensors that existed before"):
-        torch_ref.peak_bytes(lambda: torch_ref.TrainingStep(model, model, (torch.ones(2),)))
-    batch = (torch.ones(2),)
-    with pytest.raises(torch_ref.InvalidArgumentError, match="batch of the TrainingStep has tensors.*into build"):
-        torch_ref.peak_bytes(lambda: torch_ref.TrainingStep(nn.Linear(2, 2), model, batch))
-    with pytest.raises(torch_ref.InvalidArgumentError, match="build returned a Linear, expected a TrainingStep"):
-        torch_ref.peak_bytes(lambda: nn.Linear(2, 2))
+LINEAR = nn.Linear(2, 1)
+X = torch.ones(2)
 
 
-def test_a_step_that_asks_for_a_value_is_refused():
-    def build():
-        model = nn.Linear(2, 1)
-        return torch_ref.TrainingStep(model, lambda x: model(x).sum() / model(x).sum().item(), (torch.ones(2),))
-
-    with pytest.raises(torch_ref.FakeTensorStepError, match=r"value of a fake tensor.*remove `.item\(\)`"):
-        torch_ref.peak_bytes(build)
+def asks_for_a_value() -> torch_ref.TrainingStep:
+    model = nn.Linear(2, 1)
+    return torch_ref.TrainingStep(model, lambda x: model(x).sum() / model(x).sum().item(), (torch.ones(2),))
 
 
-def test_the_allocators_peak_needs_a_gpu_and_says_so() -> None:
-    def build() -> torch_ref.TrainingStep:
-        raise AssertionError("built")
+REFUSED = {
+    "model of the TrainingStep has tensors that existed before": lambda: torch_ref.TrainingStep(
+        LINEAR, LINEAR, (torch.ones(2),)
+    ),
+    "batch of the TrainingStep has tensors.*into build": lambda: torch_ref.TrainingStep(nn.Linear(2, 1), LINEAR, (X,)),
+    "build returned a Linear, expected a TrainingStep": lambda: LINEAR,
+    r"value of a fake tensor.*remove `.item\(\)`": asks_for_a_value,
+}
 
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_measured_is_refused(message):
+    with pytest.raises(torch_ref.TorchRefError, match=message):
+        torch_ref.peak_bytes(REFUSED[message])
     with pytest.raises(torch_ref.InvalidArgumentError, match=r"device='cpu': expected a CUDA device.*torch_ref\.peak_bytes"):
-        torch_ref.allocated_bytes(build, "cpu")
-    if not torch.cuda.is_available():
-        with pytest.raises(
-            torch_ref.InvalidArgumentError, match=r"device='cuda': expected a CUDA device of this machine, which has 0"
-        ):
-            torch_ref.allocated_bytes(build)
+        torch_ref.allocated_bytes(REFUSED[message], "cpu")
 
 
 @pytest.mark.gpu

@@ -1,3 +1,5 @@
+"""A receipt: the bytes that offloads offered, put on the host, freed and brought back."""
+
 from __future__ import annotations
 
 import torch
@@ -57,33 +59,13 @@ def test_calls_that_could_keep_nothing_say_so():
     assert r.warnings == ("ToyModel: called with gradients disabled, so mode 'offload' had nothing to keep.",)
 
 
-def test_modes_without_offload_offer_nothing():
-    x = torch.ones(2, requires_grad=True)
-    with torch_ref.receipt() as r:
-        call("off", torch.exp, x)
-        call("checkpoint", torch.exp, x).sum().backward()
-    assert [(e.block, e.mode) for e in r.calls] == [("exp", "off"), ("exp", "checkpoint")]
-    assert (r.bytes_offered, r.bytes_on_host, r.bytes_brought_back, r.warnings) == (0, 0, 0, ())
-
-
 def test_receipts_nest_and_end():
     x = torch.ones(2, requires_grad=True)
     with torch_ref.receipt() as outer:
         call("off", torch.exp, x)
         with torch_ref.receipt() as inner:
-            call("off", torch.sin, x)
+            call("checkpoint", torch.sin, x).sum().backward()
     call("off", torch.cos, x)
-    assert [e.block for e in outer.calls] == ["exp", "sin"]
+    assert [(e.block, e.mode) for e in outer.calls] == [("exp", "off"), ("sin", "checkpoint")]
     assert [e.block for e in inner.calls] == ["sin"]
-
-
-def test_what_is_shared_is_on_the_host_once():
-    condition, x = torch.ones(5) * 1, torch.ones(1, requires_grad=True)
-    outputs = []
-    with torch_ref.receipt() as r:
-        for _ in range(4):
-            x = call("offload", lambda x, c: (x * c.sum()).sin(), x=x, c=condition)
-            outputs.append(x)
-    assert (r.tensors_packed, r.bytes_offered, r.bytes_on_host) == (8, 4 * 24, 4 * 4 + 20)
-    x.sum().backward()
-    assert r.bytes_brought_back == 4 * 24
+    assert (outer.bytes_offered, outer.bytes_on_host, outer.bytes_brought_back, outer.warnings) == (0, 0, 0, ())

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import torch_ref
 from examples import pytorch
@@ -62,10 +61,9 @@ def cuts(num_layers: int) -> dict[str, tuple[Segments, tuple[int, ...]]]:
 @pytest.mark.parametrize(
     ("num_layers", "cut"),
     [
-        *((16, cut) for cut in ("plain", "three", "sqrt", "optimal", "by hand")),
-        *((62, cut) for cut in ("sqrt", "optimal", "by hand")),
-        *((64, cut) for cut in ("plain", "sqrt", "optimal")),
-        *((100, cut) for cut in ("sqrt", "optimal")),
+        *((16, cut) for cut in ("plain", "three", "sqrt", "by hand")),
+        *((62, cut) for cut in ("optimal", "by hand")),
+        (64, "sqrt"),
     ],
 )
 def test_what_a_cut_costs_is_its_closed_form(num_layers: int, cut: str) -> None:
@@ -88,9 +86,19 @@ def test_the_square_roots_by_hand(num_layers: int, segments: int, activations: i
     assert runs == 2 * num_layers - segments
 
 
-@pytest.mark.parametrize("segments", [None, 3, 5, 9, (4, 7), (1, 2), (8,)])
 @pytest.mark.parametrize(
-    ("batch", "hidden_size", "in_features"), [(512, 64, 48), (32, 64, 48), (32, 64, 200), (65, 64, 64), (200, 16, 300)]
+    ("segments", "batch", "hidden_size", "in_features"),
+    [
+        (None, 512, 64, 48),
+        (3, 32, 64, 48),
+        (5, 32, 64, 200),
+        (9, 65, 64, 64),
+        ((4, 7), 200, 16, 300),
+        ((1, 2), 512, 64, 48),
+        ((8,), 32, 64, 200),
+        (None, 65, 64, 64),
+        (3, 200, 16, 300),
+    ],
 )
 def test_the_peak_holds_for_any_cut_and_shape(segments: Segments, batch: int, hidden_size: int, in_features: int) -> None:
     sizes = {"hidden_size": hidden_size, "in_features": in_features, "out_features": 10}
@@ -99,27 +107,7 @@ def test_the_peak_holds_for_any_cut_and_shape(segments: Segments, batch: int, hi
     assert measured(9, segments, batch, **sizes).peak_bytes == expected.peak_bytes
 
 
-@pytest.mark.parametrize("cut", ["plain", "three", "sqrt", "by hand"])
-def test_the_peak_of_the_activations_alone(cut: str) -> None:
-    # So large a batch that no gradient moves the peak to where fewer activations are alive.
-    segments, boundaries = cuts(16)[cut]
-    sizes = {"hidden_size": 4, "in_features": 4, "out_features": 2}
-    cost = measured(16, segments, 4096, **sizes)
-    assert cost.peak_activation_bytes == pytorch.deep_mlp_cost(16, boundaries, batch=4096, **sizes).peak_activation_bytes
-
-
-def test_with_a_small_batch_no_cut_lowers_the_peak() -> None:
-    peaks = {measured(16, segments, batch=32).peak_bytes for segments in (None, 4, (5, 9, 12, 14))}
-    assert len(peaks) == 1
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_a_segment_that_ends_on_a_relu_leaves_nothing_to_stop_early_for(early_stop: bool) -> None:
-    with set_checkpoint_early_stop(early_stop):
-        assert measured.__wrapped__(16, 4).matmuls == 59
-
-
-@pytest.mark.parametrize("num_layers", range(1, 13))
+@pytest.mark.parametrize("num_layers", [1, 2, 5, 10, 12])
 def test_decreasing_segments_are_the_best_of_all_cuts(num_layers: int) -> None:
     def cost(boundaries: tuple[int, ...]) -> tuple[int, int]:
         return pytorch.most_activations(num_layers, boundaries), pytorch.recomputed_layers(num_layers, boundaries)
@@ -150,15 +138,6 @@ def test_gradients_are_those_of_the_plain_model(cut: str) -> None:
     norm = torch.stack([gradient.norm() for gradient in plain.values()]).norm()
     for name, parameter in model.named_parameters():
         assert (parameter.grad - plain[name]).norm() <= 1e-12 * norm, name
-
-
-def test_layers_that_are_functions_can_be_cut_too() -> None:
-    weights = [torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(5)]
-    layers = [lambda x, w=w: torch.tanh(x @ w) for w in weights]
-    x = torch.randn(3, 4, dtype=torch.float64)
-    plain = torch.autograd.grad(pytorch.checkpoint_segments(layers, (), x).sum(), weights)
-    cut = torch.autograd.grad(pytorch.checkpoint_segments(layers, (1, 3), x).sum(), weights)
-    assert all(torch.equal(a, b) for a, b in zip(plain, cut, strict=True))
 
 
 # The tutorial's experiment: one fault per test.
@@ -193,14 +172,9 @@ def test_fault_1_checkpoint_sequential_over_bare_linears_loses_every_relu(tutori
 
 
 def test_fault_2_the_reentrant_form_trains_the_last_segment_only(tutorial, x) -> None:
-    with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
+    with torch_ref.count_calls(nn.Linear) as calls, pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
         tutorial(x, use_checkpoint=True).sum().backward()
     assert [layer.weight.grad is None for layer in tutorial.layers] == [True] * 6 + [False] * 3
-
-
-def test_fault_2_nothing_is_computed_again(tutorial, x) -> None:
-    with torch_ref.count_calls(nn.Linear) as calls, pytest.warns(UserWarning):
-        tutorial(x, use_checkpoint=True).sum().backward()
     assert calls.total == 9  # whatever time it took, it was not the time of checkpointing: with recomputation 15
 
 
@@ -236,14 +210,15 @@ def test_the_right_forms_have_none_of_these_faults(tutorial, x) -> None:
         assert all(layer.weight.grad is not None and layer.weight.grad.norm() > 0 for layer in right.layers)
 
 
-@pytest.mark.parametrize("segments", [None, 3])
-def test_fault_5_what_is_held_after_forward_is_not_the_peak(segments: int | None) -> None:
-    """At the tutorial's sizes: its reading of a single step, and that step's peak, without the optimizer."""
+@pytest.mark.parametrize(("segments", "missed"), [(None, 77_450_028), (3, 78_760_748)])
+def test_fault_5_what_is_held_after_forward_is_not_the_peak(segments: int | None, missed: int) -> None:
+    """At the tutorial's sizes: its reading of a single step, and that step's peak, without the optimizer and with it."""
 
-    def build() -> torch_ref.TrainingStep:
+    def build(optimizer: bool = False) -> torch_ref.TrainingStep:
         model = pytorch.DeepMLP(20, 1024)
-        x, target = torch.zeros(32, 1024), torch.zeros(32, dtype=torch.long)
-        return torch_ref.TrainingStep(model, lambda x, t: F.cross_entropy(model(x, segments=segments), t), (x, target))
+        batch = (torch.zeros(32, 1024), torch.zeros(32, dtype=torch.long))
+        adam = torch.optim.Adam(model.parameters()) if optimizer else None
+        return torch_ref.TrainingStep(model, lambda x, t: F.cross_entropy(model(x, segments=segments), t), batch, adam)
 
     with FakeTensorMode():
         step = build()
@@ -251,21 +226,11 @@ def test_fault_5_what_is_held_after_forward_is_not_the_peak(segments: int | None
         held = torch_ref.saved_for_backward(step.loss, *step.batch)
     after_forward = parameters + sum(tensor.nbytes for tensor in step.batch) + held.device_bytes
     peak = torch_ref.peak_bytes(build)
-    assert peak.device_bytes - after_forward == {None: 77_450_028, 3: 78_760_748}[segments]
+    assert peak.device_bytes - after_forward == missed
     # Most of the missed memory is gradients; checkpointing changes the reading, not the peak.
     assert peak.breakdown["gradients"] == parameters - 4 * 1024 * 1025
     assert peak.device_bytes == 159_883_608
-
-
-@pytest.mark.parametrize("segments", [None, 3])
-def test_at_the_tutorial_s_sizes_no_cut_lowers_the_peak_of_a_step_with_adam(segments: int | None) -> None:
-    def build() -> torch_ref.TrainingStep:
-        model = pytorch.DeepMLP(20, 1024)
-        x, target = torch.zeros(32, 1024), torch.zeros(32, dtype=torch.long)
-        adam = torch.optim.Adam(model.parameters())
-        return torch_ref.TrainingStep(model, lambda x, t: F.cross_entropy(model(x, segments=segments), t), (x, target), adam)
-
-    assert torch_ref.peak_bytes(build).device_bytes == 327_766_592
+    assert torch_ref.peak_bytes(lambda: build(optimizer=True)).device_bytes == 327_766_592
 
 
 def test_fault_6_the_second_reading_has_gradients_and_moments_in_it() -> None:
@@ -297,7 +262,7 @@ def test_wrong_cuts_are_refused(segments: object, message: str) -> None:
         pytorch.DeepMLP(6, 4, 3)(torch.ones(2, 3), segments=segments)
 
 
-def test_other_wrong_use() -> None:
+def test_a_flag_beside_segments_and_no_layers_are_refused() -> None:
     with pytest.raises(torch_ref.InvalidArgumentError, match="a flag is True.*Give one of them"):
         pytorch.DeepMLP(6, 4, 3)(torch.ones(2, 3), True, segments=2)
     with pytest.raises(torch_ref.InvalidArgumentError, match="layers is 0, expected the number of layers"):

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as torch_module
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import torch_ref
 from examples import pytorch
-from parity_tests.reference.blocks import Gate, all_equal, gradients
+from parity_tests.reference.blocks import all_equal, gradients
 from torch_ref import selective_checkpoint
 from torch_ref.host import live_host_copies
 from torch_ref.selective import run_under
@@ -41,7 +39,6 @@ POLICIES = {
     "save: @primitive:dot_general": (10 * S + SCORES, 0, 0),
     "save: self_attn:dot_general#0, ffn/2:dot_general#0": (4 * S, 0, 4),
 }
-every_policy = pytest.mark.parametrize("policy", [*POLICIES, "off", "everything", "offload: *"])
 
 
 def layer(**options: Any) -> tuple[pytorch.DecoderLayer, torch.Tensor]:
@@ -54,18 +51,9 @@ def names(block: Callable[..., Any], *args: Any, policy: str = "save: *", path: 
     return [candidate.name for candidate in seen.candidates]
 
 
-@every_policy
-def test_gradients_are_those_of_a_plain_call_bit_for_bit(policy):
-    block, x = layer()
-    assert all_equal(gradients(functools.partial(selective_checkpoint, block, policy), block, x), gradients(block, block, x))
-
-
-@every_policy
-@pytest.mark.parametrize("explicit", [True, False])
-def test_dropout_draws_the_same_numbers_and_leaves_the_same_random_state(policy, explicit):
-    block, x = layer(dropout=0.4, explicit_attention=explicit)
-    if not explicit and ("self_attn" in policy or policy == "save: @primitive:dot_general"):
-        policy = "save: *ffn*"  # the fused attention is one operator
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_and_the_random_state_are_those_of_a_plain_call_bit_for_bit(policy):
+    block, x = layer(dropout=0.4)
     plain = gradients(block, block, x, seed=3)
     expected = torch.rand(3)
     assert all_equal(gradients(functools.partial(selective_checkpoint, block, policy), block, x, seed=3), plain)
@@ -85,38 +73,6 @@ def test_what_is_kept_and_what_runs_again_in_closed_form(policy):
     assert (r.bytes_offered, r.bytes_on_host, r.bytes_brought_back) == (host * 8,) * 3
 
 
-def test_an_ignored_policy_is_seen(monkeypatch):
-    """The negative control of the test above."""
-    monkeypatch.setattr(torch_ref.Policy, "action", lambda self, candidate: "recompute")
-    block, x = layer()
-    for policy in POLICIES.keys() - {"full"}:
-        saved = torch_ref.saved_for_backward(
-            lambda x, policy=policy: run_under(block, block, parse(policy), "", (x,), {})[0], x
-        )
-        assert (saved.device_bytes, saved.host_bytes) != tuple(8 * n for n in POLICIES[policy][:2])
-
-
-def parse(policy: str) -> torch_ref.Policy:
-    return torch_ref.Policy.parse(policy)
-
-
-@pytest.mark.parametrize(("policy", "products", "kept"), [("MUST_SAVE", 18, 10 * S + SCORES), ("MUST_CPU_OFFLOAD", 24, 0)])
-def test_pytorch_recomputes_what_it_is_asked_to_offload(policy, products, kept):
-    """The reason for our own copies. If this test fails, PyTorch has begun to support offload."""
-    block, x = layer()
-    dots = [getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm")]
-
-    def decide(_, func, *args, **kwargs):
-        return CheckpointPolicy[policy] if func in dots else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, decide)
-    saved = torch_ref.saved_for_backward(lambda x: checkpoint(block, x, use_reentrant=False, context_fn=contexts), x)
-    assert (saved.device_bytes, saved.host_bytes) == (kept * 8, 0)
-    with torch_ref.count_matmuls() as count:
-        checkpoint(block, x, use_reentrant=False, context_fn=contexts).sum().backward()
-    assert count.total == products
-
-
 def test_names_are_paths_and_primitives_and_count_from_zero():
     block, x = layer()
     block_names = names(block, x, path="decoder/layers/0")
@@ -134,7 +90,6 @@ def test_names_are_paths_and_primitives_and_count_from_zero():
         assert name in inside
     # Views and the mask, which is a constant, have no names.
     assert not [name for name in inside if any(part in name for part in ("view", "transpose", "split", "full", "slice", ":t#"))]
-    assert names(block, x=x) == [name.replace("decoder/layers/0/", "").replace("decoder/layers/0", "") for name in block_names]
 
 
 def test_the_table_of_primitives_on_real_operators():
@@ -144,12 +99,10 @@ def test_the_table_of_primitives_on_real_operators():
         y = conv(x).sigmoid().exp().tanh().flatten(1)
         return torch.where(y > 0, torch.baddbmm(y[None], (y @ w)[None], w.t()[None]).sum(0), y.amax()) @ y[0]
 
-    primitives = [
-        name.rpartition(":")[2].partition("#")[0] for name in names(block, torch.randn(2, 2, 4, 4), torch.randn(12, 5))
-    ]
+    named = names(block, torch.randn(2, 2, 4, 4), torch.randn(12, 5))
     expected = "input input conv_general_dilated logistic exp tanh gt dot_general dot_general reduce_sum reduce_max select_n"
-    assert primitives == [*expected.split(), "dot_general"]
-    assert names(block, torch.randn(2, 2, 4, 4), torch.randn(12, 5))[2] == "Conv2d:conv_general_dilated#0"
+    assert [name.rpartition(":")[2].partition("#")[0] for name in named] == [*expected.split(), "dot_general"]
+    assert named[2] == "Conv2d:conv_general_dilated#0"
 
 
 @pytest.mark.parametrize(("selector", "elements"), [("@dots", 96 + 16), ("@dots_with_no_batch_dims", 16)])
@@ -167,7 +120,7 @@ def test_names_in_functions_methods_and_captured_modules():
     assert captured == [":input#0", "Sequential/0:dot_general#0", "Sequential/1:relu#0", "Sequential/2:dot_general#0", ":sin#0"]
 
 
-def test_an_exception_that_the_block_catches_leaves_its_module():
+def test_an_exception_leaves_its_module_and_no_hook():
     class Fails(nn.Module):
         def forward(self, x):
             raise ZeroDivisionError
@@ -181,13 +134,8 @@ def test_an_exception_that_the_block_catches_leaves_its_module():
             return x.sin()
 
     assert names(block, torch.ones(2)) == [":input#0", ":sin#0"]
-
-
-def test_the_hooks_that_follow_modules_are_gone_afterwards():
-    block, x = layer()
-    selective_checkpoint(block, "dots", x).sum().backward()
-    with pytest.raises(RuntimeError, match="shape"):
-        selective_checkpoint(block, "dots", x[..., :3])
+    with pytest.raises(ZeroDivisionError):
+        selective_checkpoint(fails, "dots", torch.ones(2))
     assert not torch_module._global_forward_hooks and not torch_module._global_forward_pre_hooks
 
 
@@ -204,16 +152,6 @@ def test_inputs_are_numbered_with_keywords_in_order_and_moved_one_by_one():
     assert (r.bytes_on_host, r.bytes_brought_back) == (12, 12)
     with pytest.raises(torch_ref.NoEffectError, match="':input#3' matches no array"):
         call("offload: :input#3", {"x": a}, z=c, y=b, weight=weight)
-
-
-def test_every_keyword_reaches_the_block():
-    def block(x, **kwargs):
-        return x * len(kwargs)
-
-    words = ["block", "policy", "function", "use_reentrant", "context_fn", "debug", "early_stop", "args", "preserve_rng_state"]
-    x = torch.ones(2, requires_grad=True)
-    selective_checkpoint(block, "full", x, **dict.fromkeys(words, 1)).sum().backward()
-    assert x.grad.tolist() == [9, 9]
 
 
 def test_off_and_no_grad_are_plain_calls_and_the_receipt_says_the_mode():
@@ -234,16 +172,11 @@ def test_off_and_no_grad_are_plain_calls_and_the_receipt_says_the_mode():
     assert r.calls[2].tensors_packed == 6 and r.calls[2].bytes_on_host == (10 * S + SCORES) * 8
 
 
-def test_the_device_gives_back_what_is_offloaded_and_views_are_not_moved():
+def test_the_device_gives_back_what_is_offloaded():
     block, x = layer()
     with torch_ref.receipt() as r:
         output = selective_checkpoint(block, "offload: *", x)
         assert r.bytes_released == r.bytes_on_host - x.nbytes - output.nbytes  # the caller has these
-    # Arrays of the layer's width: the argument, five copies into another layout, q/k/v as a product and as a sum (three each),
-    # the scaled queries, the mixed values, the output, the hidden units before and after the ReLU (four each), the last
-    # product, two sums, two norms. Also the scores and the softmax, and means and deviations of the norms.
-    width = 1 + 5 + 3 + 3 + 1 + 1 + 1 + 4 + 4 + 1 + 2 + 2
-    assert r.bytes_on_host == (width * S + 2 * SCORES + 4 * B * T) * 8
 
 
 def test_memory_comes_back_without_the_garbage_collector():
@@ -266,14 +199,9 @@ def test_memory_comes_back_without_the_garbage_collector():
 
 def test_backward_on_another_thread():
     block, x = layer()
-    expected = gradients(block, block, x)
-    grads = []
-
-    def backward():
-        grads.extend(gradients(lambda x: output, block, x))
-
+    expected, grads = gradients(block, block, x), []
     output = selective_checkpoint(block, "save: *self_attn*:dot_general*; offload: *ffn*", x)
-    thread = threading.Thread(target=backward)
+    thread = threading.Thread(target=lambda: grads.extend(gradients(lambda x: output, block, x)))
     thread.start()
     thread.join()
     assert all_equal(grads, expected)
@@ -293,21 +221,6 @@ def test_on_a_gpu_gradients_agree_and_the_device_gives_back_what_is_moved():
         assert r.bytes_on_host == r.bytes_brought_back and (r.bytes_on_host > 0) is ("offload" in policy)
 
 
-def test_fake_tensors_of_any_size():
-    with FakeTensorMode():
-        block, x = pytorch.DecoderLayer(8192, 64), torch.empty(4, 4096, 8192)
-        saved = torch_ref.saved_for_backward(lambda x: selective_checkpoint(block, "offload: *ffn*:dot*; save: @dots", x), x)
-    stream = 4 * 4096 * 8192 * 4
-    assert (saved.host_bytes, saved.device_bytes) == (5 * stream, 5 * stream + 4 * 64 * 4096 * 4096 * 4)
-
-
-def test_wrong_use():
-    with pytest.raises(torch_ref.InvalidArgumentError, match="block is a Tensor, expected a module or a function"):
-        selective_checkpoint(torch.ones(2), "full")
-    with pytest.raises(torch_ref.PolicyError, match="policy is None, of type NoneType"):
-        selective_checkpoint(Gate(), None)
-
-
 @pytest.mark.parametrize(
     ("policy", "error", "says"),
     [
@@ -315,7 +228,7 @@ def test_wrong_use():
         ("save: @dots; recompute: nothing", "NoEffectError", "the selector 'nothing' matches no array"),
         ("save: *transpose*", "NoEffectError", "Views, changes in place and constants have no names"),
         ("save: @primitive:full", "NoEffectError", "Views, changes in place and constants have no names"),
-        ("save: @primitive:convolution", "NoEffectError", "matches no array"),
+        (None, "PolicyError", "policy is None, of type NoneType"),
         ("recompute: @dots; offload: @primitive:dot_general", "NothingToOffloadError", "offloads nothing in DecoderLayer"),
     ],
 )
@@ -323,6 +236,8 @@ def test_a_policy_without_effect_is_refused(policy, error, says):
     block, x = layer()
     with pytest.raises(getattr(torch_ref, error), match=says):
         selective_checkpoint(block, policy, x)
+    with pytest.raises(torch_ref.InvalidArgumentError, match="block is a Tensor, expected a module or a function"):
+        selective_checkpoint(torch.ones(2), policy)
 
 
 def test_scalars_are_kept_and_nothing_else_to_move_is_an_error():
@@ -338,16 +253,3 @@ def test_scalars_are_kept_and_nothing_else_to_move_is_an_error():
     assert r.bytes_on_host == 12
     assert selective_checkpoint(lambda x: x.sin(), "offload: *sin*", x[:0]).shape == (0,)
     assert selective_checkpoint(lambda x: x.sin(), "offload: @inputs", x[:0]).shape == (0,)
-
-
-def test_fused_attention_without_dropout_can_be_saved():
-    q = torch.randn(1, 2, 8, 4, dtype=torch.float64, requires_grad=True)
-
-    def block(q):
-        return torch.nn.functional.scaled_dot_product_attention(q, q, q).sin()
-
-    with torch_ref.receipt() as r:
-        output = selective_checkpoint(block, "offload: *scaled_dot*", q)
-    assert r.bytes_on_host > 0
-    (gradient,) = torch.autograd.grad(output.sum(), q)
-    assert torch.equal(gradient, torch.autograd.grad(block(q).sum(), q)[0])

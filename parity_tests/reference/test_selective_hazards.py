@@ -15,10 +15,6 @@ import torch_ref
 from examples import pytorch
 from parity_tests.reference.blocks import all_equal, gradients
 from torch_ref import selective_checkpoint
-from torch_ref.selective import run_under
-
-KEEPING = ["full", "dots", "everything", "offload: @dots", "offload: *", "offload: @inputs; save: @dots"]
-keeping = pytest.mark.parametrize("policy", KEEPING)
 
 
 def layer(**options: Any) -> tuple[pytorch.DecoderLayer, torch.Tensor]:
@@ -73,18 +69,9 @@ def test_a_change_in_place_of_what_is_saved_is_refused_in_the_forward_pass(polic
         selective_checkpoint(block, policy, x)
 
 
-def test_the_result_of_a_change_in_place_is_no_array_and_the_change_is_never_skipped():
-    x = torch.ones(2, requires_grad=True)
-
-    def block(x):
-        y = x.sin()
-        z = y.mul_(3)
-        return z.exp() * y.cos()
-
-    expected = gradients(block, nn.Module(), x)
+def test_the_result_of_a_change_in_place_is_no_array():
     with pytest.raises(torch_ref.NoEffectError, match="matches no array"):
-        selective_checkpoint(block, "save: *mul_*", x)
-    assert all_equal(gradients(under("save: *cos*; offload: *sin*, *exp*", block), nn.Module(), x), expected)
+        selective_checkpoint(lambda x: x.sin().mul_(3).exp(), "save: *mul_*", torch.ones(2, requires_grad=True))
 
 
 def test_a_change_of_the_output_by_the_caller_is_refused_where_it_matters():
@@ -100,17 +87,6 @@ def test_a_change_of_the_output_by_the_caller_is_refused_where_it_matters():
     first.mul_(2)
     with pytest.raises(RuntimeError, match="has been mutated"):
         second.sum().backward()
-
-
-def test_constants_are_made_to_be_written_on():
-    def block(x):
-        mask = torch.zeros(3, dtype=torch.float64)
-        mask[1:] = 5
-        return (x * mask.clone()).exp()
-
-    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    expected = gradients(block, nn.Module(), x)
-    assert all_equal(gradients(under("everything", block), nn.Module(), x), expected)
 
 
 def test_offloaded_arguments_that_change_afterwards_are_noticed():
@@ -130,16 +106,6 @@ def noisy(x: torch.Tensor) -> torch.Tensor:
     return (torch.bernoulli(y.sigmoid()) * y).exp() * torch.native_dropout(y, 0.5, True)[0]
 
 
-@pytest.mark.parametrize("policy", [*KEEPING[:3], "offload: *", "recompute: *native_dropout*; save: *", "save: @primitive:sin"])
-def test_random_operators_are_computed_again(policy):
-    if policy == "dots":
-        policy = "save: @primitive:cos"
-    x = torch.randn(50, requires_grad=True)
-    plain = gradients(noisy, nn.Module(), x, seed=5)
-    assert all_equal(gradients(under(policy, noisy), nn.Module(), x, seed=5), plain)
-    assert not all_equal(plain, gradients(noisy, nn.Module(), x, seed=6))
-
-
 @pytest.mark.parametrize("action", ["save", "offload"])
 def test_a_random_operator_cannot_be_kept(action):
     x = torch.randn(5, requires_grad=True)
@@ -150,27 +116,6 @@ def test_a_random_operator_cannot_be_kept(action):
         selective_checkpoint(noisy, "offload: *", x)
     # The argument, sine, cosine, sigmoid, two products and the exponential: not the masks and their results.
     assert r.bytes_on_host == 7 * 20
-
-
-# Nesting.
-
-
-@pytest.mark.parametrize("outer", KEEPING)
-@pytest.mark.parametrize("inner", [*KEEPING, "mode offload"])
-def test_nested_blocks(outer, inner):
-    block, x = layer(dropout=0.3)
-    flags = torch_ref.mode_flags("offload")
-
-    def call(x):
-        if inner == "mode offload":
-            return torch_ref.gradient_checkpoint_forward(block, **flags, x=x)
-        return selective_checkpoint(block, inner, x)
-
-    def twice(x):
-        return call(call(x))
-
-    plain = gradients(lambda x: block(block(x)), block, x)
-    assert all_equal(gradients(under(outer, twice), block, x), plain)
 
 
 def test_a_copy_that_an_inner_block_finds_on_the_host_does_not_shift_what_the_outer_one_keeps():
@@ -193,40 +138,21 @@ def test_a_copy_that_an_inner_block_finds_on_the_host_does_not_shift_what_the_ou
 # Autocast, two backward passes, other recomputations.
 
 
-@keeping
-def test_autocast(policy):
+@pytest.mark.parametrize("policy", ["full", "dots", "offload: @inputs; save: @dots"])
+def test_gradients_of_shared_weights_are_summed_in_float32_under_autocast(policy):
+    """The cast of a weight is not cached between calls. (PyTorch's own context_fn fails here.)"""
     torch.manual_seed(0)
     block, x = pytorch.DecoderLayer(8, 2), torch.randn(3, 5, 8, requires_grad=True)
 
-    def run(call, times):
+    def run(call):
         def fn(x):
             with torch.autocast("cpu", torch.bfloat16):
-                for _ in range(times):
-                    x = call(x)
-            return x.float()
+                return call(call(call(x))).float()
 
         return gradients(fn, block, x)
 
-    assert all_equal(run(under(policy, block), 1), run(block, 1))
-    # Blocks that share weights: the cast of a weight is not cached between calls, so gradients are summed in float32 and not
-    # in bfloat16. (PyTorch's own context_fn fails here.)
-    for gradient, expected in zip(run(under(policy, block), 3), run(block, 3), strict=True):
+    for gradient, expected in zip(run(under(policy, block)), run(block), strict=True):
         assert (gradient - expected).norm() <= 2**-8 * expected.norm() + 1e-6
-
-
-@pytest.mark.parametrize("policy", ["full", "offload: @dots", "offload: *"])
-def test_what_is_not_saved_serves_several_backward_passes(policy):
-    block, x = layer()
-
-    def twice(call):
-        output = (call(x) ** 2).sum()
-        first = torch.autograd.grad(output, [x], retain_graph=True)
-        parameters = [x, *block.parameters()]
-        inner = torch.autograd.grad(output, parameters, create_graph=True)
-        return [*first, *torch.autograd.grad(sum((tensor**2).sum() for tensor in inner), parameters)]
-
-    for gradient, expected in zip(twice(under(policy, block)), twice(block), strict=True):
-        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_what_is_saved_serves_one_backward_pass():
@@ -237,82 +163,11 @@ def test_what_is_saved_serves_one_backward_pass():
         torch.autograd.grad(output, [x])
 
 
-def test_a_recomputation_that_computes_something_else_is_refused():
-    calls = []
-
-    def block(x):
-        calls.append(1)
-        return x.sin().cos().exp() if len(calls) == 1 else x.cos().sin().exp()
-
-    output = selective_checkpoint(block, "save: *sin*", torch.ones(2, requires_grad=True))
-    says = "recomputation of block computes :cos#0 where its forward pass computed :sin#0"
-    with pytest.raises(torch_ref.ChangedRecomputationError, match=says):
-        output.sum().backward()
-
-
-class Codebook(nn.Module):
-    """Reads a buffer, then writes to it: in place, and by a new tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.ones(3, 7))
-        self.register_buffer("steps", torch.tensor(0))
-
-    def forward(self, x):
-        self.steps = self.steps + 1
-        x = (x * self.mean.clone()).sin() * self.steps
-        with torch.no_grad():
-            self.mean.mul_(0.5).add_(x.mean(0))
-        return x
-
-
-def norms():
-    return {
-        "batch norm": nn.BatchNorm1d(3),
-        "cumulative average": nn.BatchNorm1d(3, momentum=None),
-        "instance norm": nn.InstanceNorm1d(3, track_running_stats=True),
-        "spectral norm": nn.utils.parametrizations.spectral_norm(nn.Conv1d(3, 3, 1)),
-        "old spectral norm": nn.utils.spectral_norm(nn.Conv1d(3, 3, 1)),
-        "lazy batch norm": nn.LazyBatchNorm1d(),
-        "codebook": Codebook(),
-    }
-
-
-CALLS = {
-    "checkpoint": lambda block, x: torch_ref.gradient_checkpoint_forward(block, True, False, x),
-    "offload": lambda block, x: torch_ref.gradient_checkpoint_forward(block, True, True, x),
-    "OffloadFunction": lambda block, x: torch_ref.OffloadFunction(block)(x),
-    "captured": lambda block, x: torch_ref.gradient_checkpoint_forward(lambda y: block(y), True, False, x),
-    "nested": lambda block, x: selective_checkpoint(lambda y: selective_checkpoint(block, "full", y), "full", x),
-    **{policy: lambda block, x, policy=policy: selective_checkpoint(block, policy, x) for policy in ("full", "save: @dots")},
-}
-
-
-def step(norm, call):
-    """Gradients and buffers after two batches, whose backward passes run after both forward passes."""
-    torch.manual_seed(0)
-    block = nn.Sequential(nn.Conv1d(2, 3, 3), norms()[norm], nn.ReLU(), nn.Conv1d(3, 3, 3))
-    batches = [torch.randn(4, 2, 9, requires_grad=True) for _ in range(2)]
-    sum(call(block, x).square().sum() for x in batches).backward()
-    return [p.grad for p in block.parameters()] + [x.grad for x in batches], [b.clone() for b in block.buffers()]
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("norm", norms())
-def test_buffers_are_updated_once_and_the_recomputation_reads_their_old_values(norm, call):
-    gradients, buffers = step(norm, CALLS[call])
-    expected_gradients, expected_buffers = step(norm, lambda block, x: block(x))
-    assert len(buffers) >= 2 and all_equal(buffers, expected_buffers)
-    assert all_equal(gradients, expected_gradients)
-
-
 BATCH_NORMS = {
     "plain checkpoint": (lambda block, x: checkpoint(block, x, use_reentrant=False), True),
     "reentrant": (lambda block, x: checkpoint(block, x, use_reentrant=True), True),
-    "faithful": (lambda block, x: torch_ref.faithful.gradient_checkpoint_forward(block, True, False, x), True),
     "faithful offload": (lambda block, x: torch_ref.faithful.gradient_checkpoint_forward(block, False, True, x), True),
     "right": (lambda block, x: torch_ref.gradient_checkpoint_forward(block, True, False, x), False),
-    "policy": (lambda block, x: torch_ref.selective_checkpoint(block, "full", x), False),
 }
 
 
@@ -326,19 +181,3 @@ def test_statistics_that_the_recomputation_updates_again(call):
     run(block, x).sum().backward()
     assert int(block[1].num_batches_tracked) == 2 + is_found
     assert torch_ref.doctor(lambda x: run(block.eval(), x), x).ok
-
-
-def test_operators_with_several_results_have_one_name():
-    x = torch.randn(4, 6, requires_grad=True)
-
-    def block(x):
-        value, index = x.sin().topk(2)
-        return value.exp().sum() + index.sum()
-
-    _, seen = run_under(block, block, torch_ref.Policy.parse("save: *"), "", (x,), {})
-    assert [c.name for c in seen.candidates].count(":topk#0") == 1
-    for policy in ("save: *topk*", "offload: *topk*"):
-        assert all_equal(gradients(under(policy, block), nn.Module(), x), gradients(block, nn.Module(), x))
-    with torch_ref.receipt() as r:
-        selective_checkpoint(block, "offload: *topk*", x)
-    assert r.bytes_on_host == 8 * 4 + 8 * 8

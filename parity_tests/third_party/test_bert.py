@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from transformers import BertConfig, BertForPreTraining
 from transformers.models.bert.modeling_bert import BertLayer
@@ -9,7 +11,7 @@ from transformers.models.bert.modeling_bert import BertLayer
 from examples.models import bert
 from examples.models.rules.bert import rules
 from parity_tests.third_party import checks, data
-from parity_tests.third_party.ports import Case, Port
+from parity_tests.third_party.ports import Port
 
 SMALL = bert.BertConfig()
 TOKENS, LABELS = data.text(SMALL.vocab_size)
@@ -49,18 +51,6 @@ PORT = Port(
 )
 
 
-@checks.cases
-def test_a_step_agrees(case: Case) -> None:
-    assert checks.step_differs(PORT, case) == []
-
-
-def test_weights_come_back_bit_equal() -> None:
-    assert checks.round_trip_differs(PORT) == []
-
-
-def test_published_sizes() -> None:
-    assert checks.published_differs(PORT) == []
-
-
-def test_layers_keep_the_same_bytes() -> None:
-    assert checks.layers_keep_differently(PORT) == []
+@checks.each_check
+def test_it_agrees(check: Callable[[Port], list[str]]) -> None:
+    assert check(PORT) == []

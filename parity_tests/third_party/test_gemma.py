@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from transformers import GemmaConfig, GemmaForCausalLM
 from transformers.models.gemma.modeling_gemma import GemmaDecoderLayer
 
 from examples.models import gemma
 from examples.models.rules.gemma import rules
 from parity_tests.third_party import checks, data
-from parity_tests.third_party.ports import Case, Port
+from parity_tests.third_party.ports import Port
 
 SMALL = gemma.GemmaConfig()
 TOKENS, LABELS = data.text(SMALL.vocab_size)
@@ -47,18 +49,6 @@ PORT = Port(
 )
 
 
-@checks.cases
-def test_a_step_agrees(case: Case) -> None:
-    assert checks.step_differs(PORT, case) == []
-
-
-def test_weights_come_back_bit_equal() -> None:
-    assert checks.round_trip_differs(PORT) == []
-
-
-def test_published_sizes() -> None:
-    assert checks.published_differs(PORT) == []
-
-
-def test_layers_keep_the_same_bytes() -> None:
-    assert checks.layers_keep_differently(PORT) == []
+@checks.each_check
+def test_it_agrees(check: Callable[[Port], list[str]]) -> None:
+    assert check(PORT) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import flax.linen as nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -12,7 +13,7 @@ import remat_jax as rj
 from examples.models import gpt2
 from examples.models.rules.gpt2 import rules
 from parity_tests.third_party import checks, data, ports
-from parity_tests.third_party.ports import Case, Port
+from parity_tests.third_party.ports import Port
 
 SMALL = gpt2.GPT2Config()
 TOKENS, LABELS = data.text(SMALL.vocab_size)
@@ -52,21 +53,9 @@ PORT = Port(
 )
 
 
-@checks.cases
-def test_a_step_agrees(case: Case) -> None:
-    assert checks.step_differs(PORT, case) == []
-
-
-def test_weights_come_back_bit_equal() -> None:
-    assert checks.round_trip_differs(PORT) == []
-
-
-def test_published_sizes() -> None:
-    assert checks.published_differs(PORT) == []
-
-
-def test_layers_keep_the_same_bytes() -> None:
-    assert checks.layers_keep_differently(PORT) == []
+@checks.each_check
+def test_it_agrees(check: Callable[[Port], list[str]]) -> None:
+    assert check(PORT) == []
 
 
 def test_with_its_norms_checkpointed_too_the_whole_model_keeps_the_same_bytes() -> None:

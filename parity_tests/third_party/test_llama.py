@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from examples.models import llama
 from examples.models.rules.llama import rules
 from examples.models.transformer import RopeScaling
 from parity_tests.third_party import checks, data
-from parity_tests.third_party.ports import Case, Port
+from parity_tests.third_party.ports import Port
 
 SMALL = llama.LlamaConfig()
 TOKENS, LABELS = data.text(SMALL.vocab_size)
@@ -78,25 +79,9 @@ PORTS = {
         published={llama.LlamaConfig.qwen3_8b(): 8_190_735_360, llama.LlamaConfig.qwen3_0_6b(): 596_049_920},
     ),
 }
-names = pytest.mark.parametrize("name", PORTS)
 
 
-@names
-@checks.cases
-def test_a_step_agrees(name: str, case: Case) -> None:
-    assert checks.step_differs(PORTS[name], case) == []
-
-
-@names
-def test_weights_come_back_bit_equal(name: str) -> None:
-    assert checks.round_trip_differs(PORTS[name]) == []
-
-
-@names
-def test_published_sizes(name: str) -> None:
-    assert checks.published_differs(PORTS[name]) == []
-
-
-@names
-def test_layers_keep_the_same_bytes(name: str) -> None:
-    assert checks.layers_keep_differently(PORTS[name]) == []
+@pytest.mark.parametrize("name", PORTS)
+@checks.each_check
+def test_it_agrees(name: str, check: Callable[[Port], list[str]]) -> None:
+    assert check(PORTS[name]) == []

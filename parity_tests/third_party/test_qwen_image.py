@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from diffusers import QwenImageTransformer2DModel
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
@@ -9,7 +11,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from examples.models import qwen_image
 from examples.models.rules.qwen_image import rules
 from parity_tests.third_party import checks
-from parity_tests.third_party.ports import Arrays, Case, Port
+from parity_tests.third_party.ports import Arrays, Port
 
 # Two images of odd sizes: a generated one, and the one that it is generated from.
 GRIDS = ((1, 3, 5), (1, 2, 3))
@@ -67,18 +69,6 @@ PORT = Port(
 )
 
 
-@checks.fewer_cases
-def test_a_step_agrees(case: Case) -> None:
-    assert checks.step_differs(PORT, case) == []
-
-
-def test_weights_come_back_bit_equal() -> None:
-    assert checks.round_trip_differs(PORT) == []
-
-
-def test_published_sizes() -> None:
-    assert checks.published_differs(PORT) == []
-
-
-def test_layers_keep_the_same_bytes() -> None:
-    assert checks.layers_keep_differently(PORT) == []
+@checks.each_check
+def test_it_agrees(check: Callable[[Port], list[str]]) -> None:
+    assert check(PORT) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 import numpy as np
 from transformers import SiglipVisionConfig, SiglipVisionModel
@@ -10,7 +12,7 @@ from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 from examples.models import siglip
 from examples.models.rules.siglip import rules
 from parity_tests.third_party import checks
-from parity_tests.third_party.ports import Case, Port
+from parity_tests.third_party.ports import Port
 
 # A size that the patches do not fill: the last two rows and columns of pixels are left out.
 SMALL = siglip.SiglipConfig(image_size=22)
@@ -47,18 +49,6 @@ PORT = Port(
 )
 
 
-@checks.cases
-def test_a_step_agrees(case: Case) -> None:
-    assert checks.step_differs(PORT, case) == []
-
-
-def test_weights_come_back_bit_equal() -> None:
-    assert checks.round_trip_differs(PORT) == []
-
-
-def test_published_sizes() -> None:
-    assert checks.published_differs(PORT) == []
-
-
-def test_layers_keep_the_same_bytes() -> None:
-    assert checks.layers_keep_differently(PORT) == []
+@checks.each_check
+def test_it_agrees(check: Callable[[Port], list[str]]) -> None:
+    assert check(PORT) == []
