@@ -97,7 +97,10 @@ def summary(plan: PlanData) -> str:
             GRAPHS: "The copies in loops overlap compute only with these options",
         }
         text = ". ".join(reason for option, reason in reasons.items() if option in plan.compiler_options)
-        sentences.append(f"{text}: jax.jit(step, compiler_options={dict(plan.compiler_options)!r}).")
+        sentences.append(
+            f"{text}: jax.jit(step, compiler_options={dict(plan.compiler_options)!r}). On a finished step that has a jit, "
+            "plan.apply sets them."
+        )
     if plan.lower_bound is not None and plan.seconds:
         share = 100 * (1 - plan.lower_bound / plan.seconds)
         faster = f"more than {share:.1f} % faster" if share >= 0.05 else "faster"
