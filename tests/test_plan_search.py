@@ -387,3 +387,14 @@ def test_what_a_cut_costs_is_not_predicted_for_a_step_without_cuts():
     fit.learn([full], [Compiled(3000, 0)])
     uncut = predicted(fitted(STACK, [(full.loads, 3000)], 4000.0), dots.loads)
     assert fit.expected(dots) == round(uncut) and fit.expected(replace(dots, cuts=(3,))) > uncut
+
+
+def test_what_other_kernels_need_is_expected_of_steps_alike():
+    fit, full, dots, off = Fit(STACK, 4000.0), made((NAMED["full"],) * 6), made((NAMED["dots"],) * 6), named()[0]
+    steps = [full, replace(full, memory_limit=1), off]
+    fit.learn(steps, [Compiled(3000, 0)] * 3)
+    for tried, needed in zip(list(fit.tried), (10, 50, 300), strict=True):
+        fit.learn_more(tried, needed)
+    assert [fit.within(step) for step in steps] == [3990, 3950, 3700]
+    others = dots, replace(dots, memory_limit=1), replace(off, memory_limit=1)
+    assert [fit.within(step) for step in others] == [3990, 3950, 3700] and fit.budget == 3990
