@@ -104,13 +104,14 @@ def plan(
     >>> found.device_bytes <= 8_000_000, found.host_bytes
     (True, 0)
     """
+    begin, planners = time.monotonic(), list[_Planner]()
     target = target if isinstance(target, Target) else target_named(target)
     device, host = budget_bytes(budget, target), host_budget_bytes(host_budget)
     allowed = checked(allow)
     _check(workload, timeout, target)
     if allowed:
         workload.require_loss(f"allow={allow!r}")
-    ends, planners = time.monotonic() + timeout, list[_Planner]()
+    ends = begin + timeout
     with shown(progress) as say, silenced(), Kernels.temporary() as kernels, _with_best_so_far(workload, planners):
 
         def plan_of(workload: Workload, share: float) -> Plan:
