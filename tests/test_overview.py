@@ -15,7 +15,8 @@ from remat_jax.diagnosis.findings import Finding
 from remat_jax.hardware import target
 from remat_jax.memory.compile.process import NotDoneError
 from remat_jax.memory.report import Receipt
-from remat_jax.overview import compared, page
+from remat_jax.overview import gathered as gathering
+from remat_jax.overview import page
 from remat_jax.overview.plan_as_compiled import plan_as_compiled
 from remat_jax.overview.save import gather
 from tests.plan_models import MlpLayer
@@ -98,7 +99,7 @@ def test_one_step_has_one_figure_on_the_page():
     for index, policy in enumerate(shown.policies):
         memory = replace(policy.memory, seconds=seconds[index], device_bytes=sizes[index], assumed_rates=("flops",))
         shown.policies[index] = replace(policy, memory=memory)
-    compared._as_compiled(shown)
+    gathering._as_compiled(shown)
     plan = shown.plan = plan_as_compiled(shown)
     points = {point.name: point for point in plan.named}
     for policy, name in zip(shown.policies[:2], names, strict=False):
@@ -132,7 +133,7 @@ def test_a_missing_section_is_noted():
 
 
 def test_the_page_has_what_was_compiled_before_the_timeout(monkeypatch):
-    measured, passed, clock, orders = compared.measure_many, [], time.monotonic, []
+    measured, passed, clock, orders = gathering.measure_many, [], time.monotonic, []
 
     def late(workload, policies, target, timeout, on_done):
         orders.append([policy if isinstance(policy, str) else "the plan" for policy in policies])
@@ -142,9 +143,9 @@ def test_the_page_has_what_was_compiled_before_the_timeout(monkeypatch):
         passed.append(1000)
         raise NotDoneError("compiling: not done after timeout=99 s, stopped at policy='full'")
 
-    monkeypatch.setattr(compared.time, "monotonic", lambda: clock() + sum(passed))
-    monkeypatch.setattr(compared, "measure_many", late)
-    monkeypatch.setattr(compared, "_usual", lambda *_: ["off", "full"])
+    monkeypatch.setattr(gathering.time, "monotonic", lambda: clock() + sum(passed))
+    monkeypatch.setattr(gathering, "measure_many", late)
+    monkeypatch.setattr(gathering, "_usual", lambda *_: ["off", "full"])
     report = gather(JOB, None, "cpu", plan=PLAN, timeout=100)
     assert orders == [["the plan", "off", "full"], ["the plan"], ["off"]]
     assert [policy.name for policy in report.policies] == ["off", "the plan"]
@@ -154,16 +155,16 @@ def test_the_page_has_what_was_compiled_before_the_timeout(monkeypatch):
 @pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 def test_the_search_for_traps_ends_with_the_timeout(monkeypatch):
     """The clock stands past the timeout when the policies are compiled."""
-    passed, clock, measured = [], time.monotonic, compared.measure_many
+    passed, clock, measured = [], time.monotonic, gathering.measure_many
 
     def slow(*arguments):
         reports = measured(*arguments)
         passed.append(1000)
         return reports
 
-    monkeypatch.setattr(compared.time, "monotonic", lambda: clock() + sum(passed))
-    monkeypatch.setattr(compared, "measure_many", slow)
-    monkeypatch.setattr(compared, "diagnose", lambda *_, **__: pytest.fail("traps were looked for"))
+    monkeypatch.setattr(gathering.time, "monotonic", lambda: clock() + sum(passed))
+    monkeypatch.setattr(gathering, "measure_many", slow)
+    monkeypatch.setattr(gathering, "diagnose", lambda *_, **__: pytest.fail("traps were looked for"))
     late = gather(JOB, ["off", "full"], "h200", timeout=300)
     assert [policy.diagnosis for policy in late.policies] == [None, None]
     assert "The search for traps under off, full was not finished: the timeout was over; a longer one finishes it" in late.notes

@@ -20,7 +20,7 @@ from remat_jax import errors
 from remat_jax.cli.app import app
 from remat_jax.memory.measure import measure_many
 from remat_jax.memory.report import Receipt
-from remat_jax.overview import compared
+from remat_jax.overview import gathered as gathering
 from remat_jax.overview.page import findings, notes, offload_rows, policy_cells, summary, warnings
 from remat_jax.overview.save import gather
 from remat_jax.planning.problem import keeping_seconds
@@ -238,7 +238,7 @@ def test_one_usual_policy_that_the_compiler_refuses_does_not_end_the_report(monk
             raise errors.CompileError("full: out of memory\nand more")
         return measure_many(workload, policies, *rest)
 
-    monkeypatch.setattr(compared, "measure_many", refusing)
+    monkeypatch.setattr(gathering, "measure_many", refusing)
     report = gather(squares(), target="cpu")
     assert [policy.name for policy in report.policies] == ["off"] and report.left_out["full"] == "full: out of memory"
     with pytest.raises(errors.CompileError):

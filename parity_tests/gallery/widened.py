@@ -14,7 +14,6 @@ from remat_jax.core.walk import bodies, interpret, map_inner
 from remat_jax.errors import UnsupportedError
 
 _CALLS = {
-    "checkpoint",
     "closed_call",
     "core_call",
     "custom_jvp_call",
@@ -22,8 +21,6 @@ _CALLS = {
     "custom_vjp_call_jaxpr",
     "jit",
     "pjit",
-    "remat",
-    "remat2",
 }
 """Primitives that run their one body once."""
 
@@ -62,7 +59,7 @@ def _visit(eqn: Any, inputs: list[Any]) -> list[Any]:
     name, inputs = eqn.primitive.name, [_wide(value) for value in inputs]
     if name in _LOOPS:
         return list(_LOOPS[name](eqn.params, inputs))
-    if name in _CALLS:
+    if name in _CALLS or compat.is_checkpoint(eqn):
         return widened(bodies(eqn)[0])(*inputs)
     if name == "reduce_precision":
         return inputs
