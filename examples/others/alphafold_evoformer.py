@@ -14,9 +14,13 @@ Printed by commit c77e5d2 (22 April 2026) with JAX 0.10.2:
     as written: 11.8 GiB, 941 ms
     full: 11.8 GiB, 940 ms
     dots_with_no_batch_dims: 99.8 GiB, 929 ms
-    plan within 50%: 11.8 GiB, estimated 940 ms, EvoformerIteration in runs of 4 and 48
-      found in 310 s, the first answer that fits after 310 s
+    plan within 50%: 25.1 GiB, estimated 925 ms, EvoformerIteration in runs of 4 and 48
+      found in 136 s, the first answer that fits after 102 s
       best named policy that fits: full, 11.8 GiB, estimated 940 ms
+      as written: 11.8 GiB, estimated 941 ms
+    a step of a small one as written: loss 3.148382, parameters changed by 0.078321
+    a step of a small one under full: loss 3.148382, parameters changed by 0.078321
+    a step of a small one under its plan, EvoformerIteration in runs of 2 and 2: loss 3.148382, parameters changed by 0.078321
 
 Other work kept the two cores busy. One compilation took about two minutes, and the search ended at its timeout of 300 s.
 """

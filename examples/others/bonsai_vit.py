@@ -10,10 +10,10 @@ Printed by commit 3628425 (27 March 2026) with JAX 0.10.2:
 
     off: 47.3 GiB, 143 ms
     full: 7.4 GiB, 175 ms
-    dots_with_no_batch_dims: 19.8 GiB, 162 ms
-    plan within 15%: 20.9 GiB, estimated 152 ms, TransformerEncoder in runs of 11 and 1
-      found in 156 s, the first answer that fits after 40 s
-      best named policy that fits: full, 7.4 GiB, estimated 175 ms
+    dots_with_no_batch_dims: 19.8 GiB, 161 ms
+    plan within 15%: 20.9 GiB, estimated 153 ms, TransformerEncoder in runs of 4, 7 and 1
+      found in 86 s, the first answer that fits after 22 s
+      best named policy that fits: dots_with_no_batch_dims, 19.8 GiB, estimated 161 ms
     a step of a small one as written: loss 6.921469, parameters changed by 0.039804
     a step of a small one under full: loss 6.921469, parameters changed by 0.039804
     a step of a small one under its plan, TransformerEncoder in one run of 2: loss 6.921469, parameters changed by 0.039804

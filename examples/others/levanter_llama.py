@@ -12,13 +12,13 @@ given here takes that checkpoint's place. Printed by commit 9263f81 (26 Septembe
     as written: 54.4 GiB, 766 ms
     full: 54.4 GiB, 766 ms
     dots_with_no_batch_dims: 72.9 GiB, 672 ms
-    plan within 46%: 64.0 GiB, estimated 656 ms, LlamaDecoderLayer in runs of 17, 14 and 1
-      found in 86 s, the first answer that fits after 25 s
+    plan within 46%: 63.5 GiB, estimated 675 ms, LlamaDecoderLayer in runs of 25, 6 and 1
+      found in 33 s, the first answer that fits after 10 s
       best named policy that fits: as written, 54.4 GiB, estimated 766 ms
       as written: 54.4 GiB, estimated 766 ms
-    a step of a small one as written: loss 5.543227, parameters changed by 0.030646
-    a step of a small one under full: loss 5.543227, parameters changed by 0.030646
-    a step of a small one under its plan, LlamaDecoderLayer in one run of 4: loss 5.543227, parameters changed by 0.030643
+    a step of a small one as written: loss 5.543223, parameters changed by 0.030646
+    a step of a small one under full: loss 5.543223, parameters changed by 0.030646
+    a step of a small one under its plan, LlamaDecoderLayer in one run of 4: loss 5.543223, parameters changed by 0.030643
 """
 
 from __future__ import annotations

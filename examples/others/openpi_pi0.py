@@ -8,13 +8,13 @@
 OpenPI's model is NNX around Linen modules, with `nn.remat` around the layers of Gemma and SigLIP; the policy given here
 takes the place of these checkpoints. Printed by commit 15a9616 (16 June 2026) with JAX 0.10.2:
 
-    as written: 55.0 GiB, 914 ms
-    full: 55.0 GiB, 914 ms
-    dots_with_no_batch_dims: 98.0 GiB, 876 ms
-    plan within 50%: 69.9 GiB, estimated 865 ms, Encoder1DBlock in runs of 65 and 16, Block in runs of 8, 9 and 1
-      found in 219 s, the first answer that fits after 104 s
-      best named policy that fits: full, 55.0 GiB, estimated 914 ms
-      as written: 55.0 GiB, estimated 914 ms
+    as written: 55.0 GiB, 910 ms
+    full: 55.0 GiB, 910 ms
+    dots_with_no_batch_dims: 98.0 GiB, 831 ms
+    plan within 50%: 61.0 GiB, estimated 875 ms, Encoder1DBlock in runs of 52 and 29, Block in runs of 12 and 6
+      found in 265 s, the first answer that fits after 57 s
+      best named policy that fits: full, 55.0 GiB, estimated 910 ms
+      as written: 55.0 GiB, estimated 910 ms
 
 Other work kept the two cores busy.
 """
