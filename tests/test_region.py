@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import checkify
 from jax.sharding import PartitionSpec
 
 import remat_jax as rj
 from remat_jax import compat
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import UnsupportedError
-from tests.small_models import Attention, Mlp, assert_same, make_loss, times
+from tests.small_models import Attention, Mlp, assert_same, make_loss, times, values
 
 
 @pytest.mark.versions
@@ -99,3 +102,80 @@ def test_an_integer_output_has_no_derivative() -> None:
         return jax.grad(lambda x: jax.jvp(block, (x,), (2 * x,))[1][0].sum())(jnp.arange(3.0))
 
     assert_same(pushed(rj.remat(block)), pushed(block), tolerance=1e-6)
+
+
+@pytest.mark.versions
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("policy", ["full", "dots", "everything"])
+def test_a_vmap_inside_a_jit_or_a_scan_may_put_its_axis_anywhere(policy: str) -> None:
+    """JAX batches the block and its derivative rule separately, and takes their batch axes to be equal."""
+    weights, x = values(4, 4), values(4, 4, seed=1)
+
+    def column(v: Any) -> Any:
+        return jnp.tanh(weights @ v)  # of a batch of rows, the batch axis is behind
+
+    def gradients(block: Any) -> Any:
+        def loss(x: Any, axis: int) -> Any:
+            once = jax.jit(jax.vmap(block, axis, axis))(x)
+            twice = jax.vmap(jax.jit(jax.vmap(block, axis)), 1 - axis)(jnp.stack([once] * 3))
+            scanned, _ = jax.lax.scan(lambda x, _: (jax.vmap(block, axis)(x), None), once, length=2)
+            return sum(jnp.sum(each * jnp.arange(each.size).reshape(each.shape)) for each in (once, twice, scanned))
+
+        return [jax.grad(loss)(x, axis) for axis in (0, 1)]
+
+    assert_same(gradients(rj.remat(column, policy)), gradients(column))
+
+
+@pytest.mark.versions
+def test_a_vmap_along_any_axis_keeps_no_moved_copy_of_an_input() -> None:
+    def temp(block: Any) -> int:
+        def loss(xs: Any, ws: Any) -> Any:
+            return jnp.sum(jax.lax.scan(lambda x, w: (jax.vmap(block, (0, 1))(x, w), None), xs, ws)[0])
+
+        shapes = jax.ShapeDtypeStruct((8, 16, 64), jnp.float32), jax.ShapeDtypeStruct((8, 64, 8, 64), jnp.float32)
+        return int(jax.jit(jax.grad(loss, 1)).lower(*shapes).compile().memory_analysis().temp_size_in_bytes)
+
+    def block(x: Any, w: Any) -> Any:
+        return jnp.tanh(jnp.sin(x @ w) @ w)
+
+    assert temp(rj.remat(block)) < temp(block)
+
+
+def test_op_by_op_an_array_is_freed_after_its_last_use() -> None:
+    x, alive = jnp.ones((64, 64)), list[int]()
+
+    def block(x: Any) -> Any:
+        for _ in range(30):
+            x = jnp.cos(x) * 1.01
+        jax.debug.callback(lambda _: alive.append(sum(array.shape == x.shape for array in jax.live_arrays())), x)
+        return jnp.sin(x)
+
+    before = sum(array.shape == x.shape for array in jax.live_arrays())
+    jax.vjp(rj.remat(block), x)
+    jax.effects_barrier()
+    assert max(alive) - before < 8
+
+
+def test_a_captured_array_is_freed_with_its_function() -> None:
+    def differentiated() -> weakref.ref[Any]:
+        captured = jnp.ones((8, 8))
+        inner = jax.jit(lambda x: jnp.tanh(x @ captured))
+        jax.grad(lambda x: jnp.sum(rj.remat(lambda x: jnp.sin(inner(jnp.sin(x))))(x)))(jnp.ones((2, 8)))
+        return weakref.ref(captured)
+
+    alive = differentiated()
+    jax.clear_caches()
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.versions
+def test_checks_of_jax_see_into_a_block() -> None:
+    w = jnp.ones((3, 3))
+    block = rj.remat(lambda x, w: jnp.sqrt((x @ w) * 0.0))
+    error, _ = checkify.checkify(jax.grad(lambda w: jnp.sum(block(w, w))), errors=checkify.float_checks)(w)
+    assert "division by zero" in str(error.get())
+    noisy = rj.remat(lambda x, key: jnp.sin(x * jax.random.normal(key, x.shape)))
+    with jax.debug_key_reuse(True):
+        gradient = jax.jit(jax.grad(lambda x, key: jnp.sum(noisy(x, key))))(w, jax.random.key(0))
+    assert jnp.isfinite(gradient).all()

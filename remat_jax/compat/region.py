@@ -11,7 +11,9 @@ JAX's partial evaluation, transposition and batching of jaxprs, as the rules of 
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,14 +22,16 @@ import jax.numpy as jnp
 from jax._src import core as _core
 from jax._src import effects as _effects
 from jax._src import source_info_util as _source_info
+from jax._src.ad_checkpoint import remat_p as _remat_p
 from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
+from jax._src.util import weakref_lru_cache as _weakref_lru_cache
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from remat_jax.compat import rules
 from remat_jax.compat.equations import parameters
 from remat_jax.compat.jaxprs import (
-    batched,
     bind,
     closed,
     eqn_context,
@@ -42,10 +46,24 @@ from remat_jax.compat.tracing import trace_settings
 
 def bind_region(jaxpr: ClosedJaxpr, args: Sequence[Any], *, policy: Any, prevent_cse: bool) -> list[Any]:
     """Evaluate the closed `jaxpr` on `args` as one region."""
+    _adopt_checks()
     body, consts = hoist_consts(jaxpr)
     params = {"jaxpr": body.jaxpr, "policy": policy, "prevent_cse": prevent_cse, "differentiated": False}
     with effects_explained(body.jaxpr):
         return region_p.bind(*consts, *args, **params)
+
+
+def _adopt_checks() -> None:
+    """Let `checkify` and the check of reused random keys treat a region as one of `jax.checkpoint`, if they are imported."""
+    if jax.config.jax_debug_key_reuse:
+        importlib.import_module(_KEY_REUSE)
+    for module, name in (("jax._src.checkify", "error_checks"), (_KEY_REUSE, "key_reuse_signatures")):
+        table = getattr(sys.modules.get(module), name, {})
+        if _remat_p in table:
+            table.setdefault(region_p, table[_remat_p])
+
+
+_KEY_REUSE = "jax.experimental.key_reuse._core"
 
 
 def bind_established(eqn: JaxprEqn, body: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
@@ -121,10 +139,12 @@ def _evaluate_rounded(jaxpr: Jaxpr, count: int, args: Sequence[Any]) -> list[Any
         return _rounded(value) if var in saved else value
 
     values = {var: rounded(var, arg) for var, arg in zip(jaxpr.invars, args, strict=True)}
+    last = _core.last_used(jaxpr)
     for eqn in jaxpr.eqns:
         outputs = bind(eqn, [atom.val if hasattr(atom, "val") else values[atom] for atom in eqn.invars])
         with eqn_context(eqn):
             values.update((var, rounded(var, value)) for var, value in zip(eqn.outvars, outputs, strict=True))
+        _core.clean_up_dead_vars(eqn, values, last)
     return [atom.val if hasattr(atom, "val") else values[atom] for atom in jaxpr.outvars]
 
 
@@ -149,7 +169,7 @@ def _transpose(cotangents: Sequence[Any], *args: Any, jaxpr: Jaxpr, **params: An
     ]
 
 
-@functools.lru_cache(maxsize=256)
+@_weakref_lru_cache
 def _transposed(jaxpr: Jaxpr, linear: tuple[bool, ...], zeros: tuple[bool, ...], _: Any) -> tuple[Any, list[bool]]:
     """The transpose of the open `jaxpr` along its `linear` inputs, as a closed jaxpr, and which of their cotangents are zero.
 
@@ -176,9 +196,11 @@ def _transposed(jaxpr: Jaxpr, linear: tuple[bool, ...], zeros: tuple[bool, ...],
 
 
 def _batch(axis: Any, args: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Jaxpr, **params: Any) -> tuple[Any, Any]:
-    mapped, moved, out_axes = batched(closed(jaxpr), axis, args, axes)
-    body, consts = hoist_consts(mapped)
-    return region_p.bind(*consts, *moved, jaxpr=body.jaxpr, **params), out_axes
+    # Inside the region, so that no moved copy of an input becomes a residual.
+    in_front = [_batching.zero_if_mapped] * len(jaxpr.outvars)
+    mapped, is_mapped = _batching.batch_jaxpr_axes(closed(jaxpr), axis, axes, in_front)
+    body, consts = hoist_consts(closed(mapped))
+    return region_p.bind(*consts, *args, jaxpr=body.jaxpr, **params), [0 if flag else None for flag in is_mapped]
 
 
 def _dce(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:

@@ -173,7 +173,8 @@ class BlockUnderPolicy:
         size, bound = len(self.jaxpr.in_avals), compat.bound_axes()
 
         def run(*primals: Any) -> list[Any]:
-            return _reading(compat.jaxpr_function(self.jaxpr), size, rows)(*primals)
+            outputs = _reading(compat.jaxpr_function(self.jaxpr), size, rows)(*primals)
+            return list(map(compat.batch_axis_in_front, outputs))
 
         def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             live = [index for index, tangent in enumerate(tangents) if is_live(tangent)]
@@ -352,7 +353,7 @@ def linear_part(function: Function, primals: Sequence[Any], places: Sequence[int
 
 def is_live(tangent: Any) -> bool:
     """Whether a tangent in a `custom_jvp` rule is neither a symbolic zero nor of dtype float0."""
-    return not isinstance(tangent, SymbolicZero) and tangent.dtype != jax.dtypes.float0
+    return not isinstance(tangent, SymbolicZero) and jnp.result_type(tangent) != jax.dtypes.float0
 
 
 def is_smooth(out: Any) -> bool:
