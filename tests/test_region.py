@@ -106,7 +106,7 @@ def test_an_integer_output_has_no_derivative() -> None:
 
 @pytest.mark.versions
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("policy", ["full", "dots", "everything"])
+@pytest.mark.parametrize("policy", ["full", "dots", "everything", "offload_inputs", "offload: *dot*"])
 def test_a_vmap_inside_a_jit_or_a_scan_may_put_its_axis_anywhere(policy: str) -> None:
     """JAX batches the block and its derivative rule separately, and takes their batch axes to be equal."""
     weights, x = values(4, 4), values(4, 4, seed=1)

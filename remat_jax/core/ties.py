@@ -50,6 +50,7 @@ def tied(block: Block, offers: Sequence[Offer] = (), *, waits: bool = True) -> B
             outputs = block(*primals)
             return outputs, [zero_tangent(out) for out in outputs]
         outputs, linear = jax.linearize(of_some(block, primals, live), *(primals[index] for index in live))
+        outputs = list(map(compat.batch_axis_in_front, outputs))  # as the outputs of `run` and the tangents have it
         held = residuals_of(linear, primals, offers, waits=waits)
         outputs, residuals = compat.optimization_barrier((outputs, held.values))
         outputs = compat.held(outputs, list(filter(compat.is_on_host, residuals)))
