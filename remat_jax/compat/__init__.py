@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from remat_jax.compat.batch_axes import IN_FRONT as IN_FRONT
 from remat_jax.compat.batch_axes import batch_axis_in_front as batch_axis_in_front
 from remat_jax.compat.data_ties import fetched as fetched
 from remat_jax.compat.data_ties import held as held

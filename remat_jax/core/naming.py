@@ -46,7 +46,7 @@ from remat_jax.policy import Candidate
 _CALLS = frozenset({"jit", "call", "checkpoint"})
 _CONTROL = frozenset({"scan", "cond", "shard_map"})
 # A complex array is named on its real and imaginary parts. The `complex` equation that joins them needs no name.
-_UNNAMED = _CALLS | {"complex", compat.IN_FRONT}
+_UNNAMED = _CALLS | {"complex"}
 
 
 @dataclass(frozen=True)
