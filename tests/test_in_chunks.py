@@ -193,3 +193,21 @@ def test_errors_say_what_to_change(wrong: str) -> None:
     call, message = ERRORS[wrong]
     with pytest.raises(ArgumentError, match=re.escape(message)):
         call()
+
+
+def test_under_vmap_each_example_may_have_weights_of_its_own() -> None:
+    """In bfloat16, where the gradients of what all chunks read are added up in float32, beside the weights."""
+    params, hidden, targets = example(jnp.bfloat16)
+    kernels = jnp.stack([params["kernel"] * scale for scale in (1, 2, 3)])
+
+    def total(kernel: Any, hidden: Any, targets: Any) -> Any:
+        return head_loss({"kernel": kernel}, hidden, targets)["total"].astype(jnp.float32)
+
+    def gradients(function: Any) -> Any:
+        of_examples = jax.jit(jax.vmap(function))
+        return jax.grad(lambda *args: of_examples(*args, targets).sum(), (0, 1))(kernels, hidden)
+
+    result, expected = gradients(rj.in_chunks(total, 2, axis=(None, 0, 0))), gradients(total)
+    for got, wanted in zip(result, expected, strict=True):
+        got, wanted = got.astype(jnp.float32), wanted.astype(jnp.float32)
+        assert float(jnp.linalg.norm(got - wanted) / jnp.linalg.norm(wanted)) < 2**-7

@@ -119,12 +119,12 @@ class Chunks:
         padding = self.chunks * self.size - self.length
         parts = [self._parts(env[value], cut) for value, cut in self._cut]
         whole = [env[value] for value, _ in self._whole]
-        gathered = [_gathering(value) for value in whole]
+        gathered = list(map(sums.companion, whole))
         exists = jnp.arange(self.chunks * self.size).reshape(self.size, self.chunks).T < self.length if padding else None
 
         def one_chunk(chunk: Any, valid: Any) -> Any:
             cut = [_merged(part, cut) for part, (_, cut) in zip(chunk, self._cut, strict=True)]
-            return self._one_chunk(cut, [_gathered(*pair) for pair in zip(whole, gathered, strict=True)], valid)
+            return self._one_chunk(cut, list(map(sums.with_companion, whole, gathered)), valid)
 
         with compat.eqn_context(self.heads[0].eqn):
             body = compat.chunk_checkpoint(one_chunk)
@@ -172,28 +172,3 @@ def _struct(value: Value, cut: AxisPlace | None, chunks: Chunks) -> Any:
     if cut is not None:
         shape[cut.dim] = cut.size(chunks.size)
     return jax.ShapeDtypeStruct(tuple(shape), value.aval.dtype)
-
-
-# --- gradients of arrays that all chunks read --------------------------------------------------------------------------
-
-
-def _gathering(value: Any) -> Any:
-    """For a float narrower than float32: zeros in float32, in which the gradients of the chunks are added up; else None.
-
-    The zeros are a function of `value` with the derivative of a cast, and `_gathered` reads them.
-    """
-    dtype = jnp.result_type(value)
-    if not jnp.issubdtype(dtype, jnp.floating) or sums.wide(dtype) == dtype:
-        return None
-    gathering = jax.custom_jvp(lambda value: jnp.zeros(value.shape, sums.wide(value.dtype)))
-    gathering.defjvp(lambda primals, tangents: (gathering(*primals), tangents[0].astype(sums.wide(dtype))))
-    return gathering(value)
-
-
-def _gathered(value: Any, zeros: Any) -> Any:
-    """`value`, whose gradient flows to `zeros` instead."""
-    if zeros is None:
-        return value
-    gathered = jax.custom_jvp(lambda value, _: value)
-    gathered.defjvp(lambda primals, tangents: (primals[0], tangents[1].astype(primals[0].dtype)))
-    return gathered(value, zeros)

@@ -144,26 +144,33 @@ def with_wide_gradients(function: Callable[[Any], Any], argument: Any) -> Callab
     """
     traced, outputs = jax.make_jaxpr(function, return_shape=True)(argument)
     jaxpr, closed_over = compat.hoist_consts(traced)
-    companions = [_companion(value) if _is_narrow(value) else None for value in closed_over]
-    if all(companion is None for companion in companions):
+    companions = list(map(companion, closed_over))
+    if all(zeros is None for zeros in companions):
         return function
     run, treedef = compat.jaxpr_function(jaxpr), jax.tree.structure(outputs)
 
     def wide_inside(argument: Any) -> Any:
-        pairs = zip(closed_over, companions, strict=True)
-        values = [value if companion is None else _with_companion(value, companion) for value, companion in pairs]
+        values = map(with_companion, closed_over, companions)
         return jax.tree.unflatten(treedef, run(*values, *jax.tree.leaves(argument)))
 
     return wide_inside
 
 
-def _is_narrow(array: Any) -> bool:
-    return jnp.issubdtype(array.dtype, jnp.floating) and wide(array.dtype) != array.dtype
+def companion(value: Any) -> Any:
+    """For a float narrower than float32: zeros in float32 with the derivative of a cast of `value`; else None."""
+    dtype = jnp.result_type(value)
+    return _companion(value) if jnp.issubdtype(dtype, jnp.floating) and wide(dtype) != dtype else None
+
+
+def with_companion(value: Any, zeros: Any) -> Any:
+    """`value`, whose gradient flows to its companion `zeros` instead, unless this is None."""
+    return value if zeros is None else _with_companion(value, zeros)
 
 
 @jax.custom_jvp
 def _companion(value: Any) -> Any:
-    return jnp.zeros_like(value, wide(value.dtype))
+    # Computed from `value`, so that a `vmap` of `value` gives zeros for each example, as the derivative has them.
+    return jnp.where(True, 0, value.astype(wide(value.dtype)))
 
 
 @_companion.defjvp
@@ -172,7 +179,7 @@ def _(primals: Any, tangents: Any) -> Any:
 
 
 @jax.custom_jvp
-def _with_companion(value: Any, companion: Any) -> Any:
+def _with_companion(value: Any, zeros: Any) -> Any:
     return value
 
 
