@@ -52,6 +52,10 @@ def search(
         ended = _search(known, compile_them, generators)
         if _check_chosen(known, compile_otherwise):
             break
+    full = known.named_policy("full")
+    if known.best is None and known.in_hand is not None and full is not None and known.fit.known(full) is None:
+        # All that was compiled was given up: the step that keeps least may fit.
+        known.fit.learn([full], compile_them([full], known.in_hand))
     settle(known, compile_otherwise)
     return ended
 
