@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
+import remat_jax as rj
 from remat_jax.errors import PlanningError
 from remat_jax.hardware import target
+from remat_jax.planning import make_plan
 from remat_jax.planning.check_budget import budget_bytes, host_budget_bytes
+from tests.small_models import Mlp, make_loss
 
 H200 = target("h200")
 MEMORY = 150_754_820_096
@@ -84,3 +89,13 @@ def test_a_host_budget_may_be_nothing_or_no_limit_but_no_share():
     for share in (0.5, "50%"):
         with pytest.raises(PlanningError, match="host_budget=.*a share refers to device memory; give the host's bytes"):
             host_budget_bytes(share)
+
+
+def test_the_time_of_a_plan_begins_with_the_call(monkeypatch):
+    """What is checked before the search may trace the step."""
+    given, (model, params, x) = [], make_loss()
+    monkeypatch.setattr(make_plan, "_check", lambda *_: time.sleep(0.2))
+    monkeypatch.setattr(make_plan, "_Planner", lambda *args: given.append(args[4]) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        rj.plan(rj.Workload(model, params, (x,), Mlp), "1GiB", "cpu", timeout=10)
+    assert given[0] <= 9.8

@@ -74,7 +74,10 @@ def test_a_plan_of_before_does_not_say_how_near_to_the_best_it_is(tmp_path):
 
 
 def test_the_memory_limit_is_printed_and_on_the_page():
-    sentence = "Compiled with a memory limit: jax.jit(step, compiler_options={'xla_gpu_memory_limit_slop_factor': 29})."
+    sentence = (
+        "Compiled with a memory limit: jax.jit(step, compiler_options={'xla_gpu_memory_limit_slop_factor': 29}). "
+        "On a finished step that has a jit, plan.apply sets them."
+    )
     limited, unlimited = plan(), plan(compiler_options={})
     assert all(sentence in " ".join(text.split()) for text in (str(limited), limited.explain(), html.unescape(page(limited))))
     assert not any("memory limit" in text for text in (str(unlimited), unlimited.explain(), page(unlimited)))

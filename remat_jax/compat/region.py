@@ -43,6 +43,8 @@ from remat_jax.compat.jaxprs import (
 from remat_jax.compat.rematerialisation import effects_explained
 from remat_jax.compat.tracing import trace_settings
 
+_KEY_REUSE = "jax.experimental.key_reuse._core"
+
 
 def bind_region(jaxpr: ClosedJaxpr, args: Sequence[Any], *, policy: Any, prevent_cse: bool) -> list[Any]:
     """Evaluate the closed `jaxpr` on `args` as one region."""
@@ -61,9 +63,6 @@ def _adopt_checks() -> None:
         table = getattr(sys.modules.get(module), name, {})
         if _remat_p in table:
             table.setdefault(region_p, table[_remat_p])
-
-
-_KEY_REUSE = "jax.experimental.key_reuse._core"
 
 
 def bind_established(eqn: JaxprEqn, body: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:

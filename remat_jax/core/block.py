@@ -169,7 +169,7 @@ class BlockUnderPolicy:
         compat.install_hooks()
         if not isinstance(self.policy, Policy):
             assert not rows, "a JAX policy could save a row that is read from its stack"
-            return functools.partial(_region, self.jaxpr, self.policy, prevent_cse)
+            return lambda *args: compat.bind_region(self.jaxpr, args, policy=self.policy, prevent_cse=prevent_cse)
         size, bound = len(self.jaxpr.in_avals), compat.bound_axes()
 
         def run(*primals: Any) -> list[Any]:
@@ -252,10 +252,6 @@ def block_under_policy(jaxpr: ClosedJaxpr, policy: Policy | JaxPolicy, path: str
     jaxpr = compat.dce(established(jaxpr))
     with compat.established_forms():
         return BlockUnderPolicy(jaxpr, name_block(jaxpr, path, inputs), policy)
-
-
-def _region(jaxpr: ClosedJaxpr, policy: JaxPolicy | None, prevent_cse: bool, *args: Any) -> list[Any]:
-    return compat.bind_region(jaxpr, args, policy=policy, prevent_cse=prevent_cse)
 
 
 def _reading(function: Function, size: int, rows: Sequence[int]) -> Function:
