@@ -6,7 +6,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,66 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import cpu, lines, steps_cpu
-from benchmarks.__main__ import main as cpu_main
+from benchmarks import cpu
 from benchmarks.gpu import __main__ as steps_command
 from benchmarks.gpu import child, judge, step_predict, step_run
-from benchmarks.gpu import modes as gpu
 from benchmarks.gpu.gradients import compare, compare_and_keep
-from benchmarks.gpu.job import SMALL, Job, load_arrays, make_weights, parameter_shapes, save_arrays
-from benchmarks.gpu.rows import ORDER, Row, relate, table
-from benchmarks.gpu.steps import ORDER as STEPS
+from benchmarks.gpu.job import SMALL, Job
+from benchmarks.gpu.rows import Row, relate, table
 from benchmarks.gpu.steps import TINY
-from benchmarks.record import ROOT, write_json
-from examples.models import linen
-from remat_jax.hardware import target as target_named
-
-JOB = Job(SMALL, "unrolled", "off", "folder")
-
-
-# Jobs.
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--only", "jax/scan/ofload"], "'jax/scan/ofload' is no case: choose from jax/unrolled/off, "),
-        (["--dtype", "float16"], "expected bfloat16, float32 or float64"),
-        (["--seconds", "0"], "must be positive"),
-    ],
-)
-def test_bad_usage_says_what_is_expected(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as error:
-        gpu.parse(arguments)
-    assert error.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_without_a_gpu_the_benchmark_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(gpu, "gpus", list)
-    assert gpu.main([]) == 2 and "--dry-run" in capsys.readouterr().err
-    assert len(set(ORDER)) == len(ORDER) and len(set(STEPS)) == len(STEPS)
-    assert all(case.reference is None or ORDER.index(case.reference) < ORDER.index(case) for case in ORDER)
-    assert cpu_main(["--only", "no such setting"]) == 2 and "linen unrolled full" in capsys.readouterr().err
-
-
-# The shared weights.
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_the_shared_weights_are_the_model_s_parameters(dtype: str, tmp_path: Path) -> None:
-    size = dataclasses.replace(SMALL, dtype=dtype)
-    model = linen.ByteDecoder(d_model=size.d_model, nhead=size.heads, num_layers=size.layers, max_len=size.length)
-    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), int))["params"]
-    leaves = jax.tree.leaves_with_path(params)
-    expected = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape for path, leaf in leaves}
-    assert parameter_shapes(size) == expected
-    made = make_weights(size)
-    save_arrays(tmp_path / "weights.npz", made)
-    back = load_arrays(tmp_path / "weights.npz", dtype)
-    assert all(back[name].dtype.name == dtype and np.array_equal(back[name], made[name]) for name in made)
-    assert 0.9 < float(np.std(back["head/kernel"].astype(float))) * size.d_model**0.5 < 1.1
-    assert float(back["layers_1/norm2/scale"].astype(float).min()) == 1
-
 
 # Gradients.
 
@@ -110,19 +56,6 @@ def test_gradients_are_kept_and_judged_as_the_job_says(tmp_path: Path) -> None:
 # Children.
 
 
-@pytest.fixture
-def answer_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
-    """The answer to a child with this body."""
-
-    def run(body: str) -> dict[str, Any]:
-        (tmp_path / "one_row.py").write_text(body)
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        seconds = 1 if "sleep" in body else 60
-        return child.run_child("one_row", JOB, seconds, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("body", "error"),
     [
@@ -132,23 +65,13 @@ def answer_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
         ("import time; time.sleep(60)", "not done after 1 s, stopped"),
     ],
 )
-def test_a_child_that_fails_is_an_error_and_not_the_end(body: str, error: str, answer_of: Any) -> None:
-    assert answer_of(body)["error"].startswith(error)
-
-
-def test_a_child_gets_its_job_and_its_environment(answer_of: Any, tmp_path: Path) -> None:
-    body = "import json, os, sys; print('noise'); print(json.dumps({'mode': json.loads(sys.argv[1])['mode'], **os.environ}))"
-    answer = answer_of(body)
-    assert answer["mode"] == "off" and answer["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
-    path = tmp_path / "predictions.jsonl"
-    path.write_text('{"case": "scan/off"}\n{"case": "scan/o')
-    assert child.read_lines(path) == [{"case": "scan/off"}], "a half-written line is left for later"
-
-
-def test_an_exception_in_a_child_is_its_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["run", JOB.to_json()])
-    child.answer_with(lambda job: {}[f"RESOURCE_EXHAUSTED in {job.mode}"])
-    assert json.loads(capsys.readouterr().out) == {"error": "KeyError: 'RESOURCE_EXHAUSTED in off'"}
+def test_a_child_that_fails_is_an_error_and_not_the_end(
+    body: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one_row.py").write_text(body)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    answer = child.run_child("one_row", Job(SMALL, "unrolled", "off", "folder"), 1 if "sleep" in body else 60, {})
+    assert answer["error"].startswith(error)
 
 
 # Rows.
@@ -165,15 +88,6 @@ def test_a_row_takes_its_median_and_is_related_to_off() -> None:
     text = table([*rows, Row("jax", "scan", "dots")])
     assert "1.2e+00 WRONG" in text and "torch/eager/offload: failed: RESOURCE_EXHAUSTED" in text
     assert "jax/scan/dots: skipped: no time was left" in text and Row("jax", "scan", "dots").holds
-    with pytest.raises(ValueError, match="jax/scan/off: a row has no peek"):
-        rows[0].take({"peek": 1}, tokens=1)
-
-
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
-    write_json(tmp_path / "new" / "modes.json", {"rows": [1]})
-    with pytest.raises(TypeError):
-        write_json(tmp_path / "new" / "modes.json", {"rows": object()})
-    assert json.loads((tmp_path / "new" / "modes.json").read_text()) == {"rows": [1]}
 
 
 def test_a_dry_run_measures_scan_and_offload_from_end_to_end(tmp_path: Path, in_a_hurry: dict[str, str]) -> None:
@@ -203,15 +117,6 @@ def test_more_flops_or_more_memory_than_by_hand_is_a_problem_and_time_is_not() -
     assert len(problems) == 3 and problems[0] == "linen scan full rj.remat: matmul FLOPs 101 against 100 of nn.remat"
     assert cpu.problems(dataclasses.replace(peer, matmul_flops=101), peer) == []
     assert "× 9.000" in cpu.table([[peer, ours]])
-
-
-def test_lines_are_counted_by_kind_and_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    counted = lines.kinds_of_lines('"""Doc."""\n\nimport os\n\n# Why.\nX = os.name  # code\nY = """text\n\n"""\n')
-    assert counted == {"docstring": 1, "blank": 3, "import": 1, "comment": 1, "code": 3}
-    lines.main()
-    _, _, total, *kinds = (cell.replace(",", "") for cell in capsys.readouterr().out.splitlines()[-1].strip(" |").split(" | "))
-    assert int(total) == sum(map(int, kinds))
-    assert int(total) == sum(len(path.read_text().splitlines()) for path in ROOT.glob("remat_jax/**/*.py"))
 
 
 # Steps on a GPU: estimated, run, judged.
@@ -269,14 +174,3 @@ def test_a_plan_that_loses_or_needs_more_than_its_budget_is_told() -> None:
     assert lost["slower"] == ["mlp, plan: dots is faster"] and lost["over_budget"] == ["mlp, plan"]
     assert judge.judged([named | {"device_bytes": 13}, plan | {"step_seconds": 1.03}])["slower"] == [], "it does not fit"
     assert "| mlp, plan | 0.00 |" in judge.markdown([plan])
-
-
-def test_steps_on_this_processor_are_estimated_and_timed_in_turns() -> None:
-    rates = {"flops": {"float32": 1e10}, "hbm_bytes_per_s": 1e10, "launch_seconds": 1e-6, "source": "made up"}
-    target = dataclasses.replace(target_named("cpu"), measured=rates)
-    assert list(steps_cpu.models(small=True)) == ["scanned", "unrolled", "mlp", "conv"]
-    rows = steps_cpu.rows_of("conv", steps_cpu.conv_net(1, 4, 1, 4), target, 1)
-    assert [row["policy"] for row in rows] == ["off", "full", "kept"] and all(row["step_seconds"] > 0 for row in rows)
-    off, full, kept = (row["estimated_seconds"]["traced"] for row in rows)
-    assert 0 < off <= kept < full
-    assert judge.judged(rows)["rank_correlation"].keys() >= {"traced"} and "conv, kept" in steps_cpu.table(rows)
