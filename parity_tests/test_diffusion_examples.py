@@ -141,7 +141,6 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("of", "changes", "message"), WRONG, ids=[message for *_, message in WRONG])
 def test_what_does_not_fit_is_named_before_anything_runs(of: Any, changes: Any, message: str) -> None:
-    """The Flax functions name the same: `tests/test_diffusion_models.py`."""
     with pytest.raises(ValueError, match=re.escape(message)):
         of(**changes)
 
