@@ -1,4 +1,4 @@
-"""The documentation: its commands exist, its links resolve, and its code is tested."""
+"""The documentation and the forms on GitHub: commands exist, links resolve, code is tested."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 
 from examples.distributed import command
 from examples.distributed.processes import parsed_mesh
 from remat_jax.cli.app import app
-from tests.doc_pages import LINKED, PAGES, ROOT, anchors, commands, fenced, links, run
+from tests.doc_pages import LINKED, PAGES, ROOT, anchors, commands, fenced, links
+from tests.versions import VERSIONS
 
 linked = pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 TYPED = sorted({line for page in PAGES for line in commands(page.read_text())})
@@ -59,15 +61,6 @@ def test_commands_have_these_names_and_options(line: str) -> None:
         assert program == "make" and subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True).returncode == 0
 
 
-def test_an_option_or_a_command_that_is_not_there_would_be_seen() -> None:
-    assert len(TYPED) >= 8 and {line.split()[0] for line in TYPED} == {"make", "python", "remat-jax"}
-    for line, error in {"plan a.py:job --bugdet 1": "No such option: --bugdet", "mesure a.py:job": "mesure"}.items():
-        with pytest.raises(Exception, match=error):
-            read(f"remat-jax {line}")
-    with pytest.raises(SystemExit):
-        read_by_script("python examples/train_anywhere.py --polcy full")
-
-
 @linked
 def test_links_and_what_is_named_in_passing_exist(page: Path) -> None:
     text = page.read_text()
@@ -87,15 +80,48 @@ def test_code_is_run() -> None:
     assert [page for page in with_code if not any(f'"{page.relative_to(ROOT)}"' in runner for runner in runners)] == []
 
 
-def test_blocks_share_their_names_and_what_they_print_is_compared() -> None:
-    page = "# A\n```python\nx = 2\n```\nthen\n```python\n>>> x + 1\n{}\n```\n"
-    assert run(page.format(3), "page.md", {}) == 2
-    with pytest.raises(AssertionError, match=r'(?s)File "page.md", line 7.*Expected:\s+4\s+Got:\s+3'):
-        run(page.format(4), "page.md", {})
-    with pytest.raises(ZeroDivisionError):
-        run("```python\n1 / 0\n```\n", "page.md", {})
+GITHUB = ROOT / ".github"
+FORMS = sorted(path for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
+COMMAND = "remat-jax doctor --json"
+# GitHub's required keys for each kind of element: https://docs.github.com/communities, "Syntax for GitHub's form schema".
+NEEDED = {"markdown": {"value"}, "textarea": {"label"}, "input": {"label"}, "dropdown": {"label", "options"}}
+KNOWN = {
+    "markdown": {"value"},
+    "textarea": {"label", "description", "placeholder", "value", "render"},
+    "input": {"label", "description", "placeholder", "value"},
+    "dropdown": {"label", "description", "multiple", "options", "default"},
+}
 
 
-def test_headings_are_linked_as_on_github() -> None:
-    found_anchors = anchors("## 2. `torch.utils.checkpoint.checkpoint`\n```python\n# no heading\n```\n### Is it, really?\n")
-    assert found_anchors == {"2-torchutilscheckpointcheckpoint", "is-it-really"}
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_issue_forms_are_what_github_takes(path: Path) -> None:
+    form = yaml.safe_load(path.read_text())
+    assert set(form) <= {"name", "description", "title", "labels", "body"} and {"name", "description", "body"} <= set(form)
+    asked = [element for element in form["body"] if element["type"] != "markdown"]
+    ids = [element["id"] for element in asked]
+    assert len(asked) >= 3 and len(set(ids)) == len(ids)
+    for element in form["body"]:
+        given = set(element["attributes"])
+        assert NEEDED[element["type"]] <= given <= KNOWN[element["type"]], element
+        assert set(element) <= {"type", "id", "attributes", "validations"}
+        assert all(isinstance(option, str) for option in element["attributes"].get("options", ()))
+
+
+def test_a_fault_cannot_be_reported_without_what_doctor_says() -> None:
+    assert [path.stem for path in FORMS] == ["bug", "feature"]
+    for path in FORMS:
+        doctor = next(field for field in yaml.safe_load(path.read_text())["body"] if field.get("id") == "doctor")
+        assert doctor["attributes"]["label"] == COMMAND and doctor["attributes"]["render"] == "json"
+        assert doctor.get("validations", {}).get("required", False) is (path.stem == "bug")
+    assert yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / "config.yml").read_text()) == {"blank_issues_enabled": False}
+    assert f"`{COMMAND}`" in (GITHUB / "PULL_REQUEST_TEMPLATE.md").read_text()
+
+
+def test_the_workflow_runs_what_a_developer_runs() -> None:
+    jobs = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())["jobs"]
+    assert [step["run"] for step in jobs["all"]["steps"] if "run" in step] == [".ci/run"]
+    for job in jobs.values():
+        assert job["steps"][0]["with"]["fetch-depth"] == 0, "without tags there is no version"
+    rows = {(row["jax"], row["flags"]) for row in jobs["versions"]["strategy"]["matrix"]["include"]}
+    assert rows == {(version.jax, version.flag_names) for version in VERSIONS}
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111

@@ -12,8 +12,6 @@ import tomllib
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 from tests import smoke
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -143,22 +141,6 @@ def test_everything_that_is_installed_for_development_is_pinned():
     assert re.fullmatch(r"\d+\.\d+\.\d+", pins()["torch"]), "one release, without a build tag"
 
 
-def test_pins_satisfy_the_lower_bounds():
-    extras = [requirement for group in PROJECT["optional-dependencies"].values() for requirement in group]
-    numbers = lambda version: [int(part) for part in re.findall(r"\d+", version)]  # noqa: E731
-    pinned = {name.lower().replace("_", "-"): version for name, version in pins().items()}
-    bounds = {each: re.search(r">=([\d.]+)", each) for each in (*PROJECT["dependencies"], *extras) if name_of(each) in pinned}
-    low = [each for each, bound in bounds.items() if bound and numbers(pinned[name_of(each)]) < numbers(bound[1])]
-    assert low == [] and sum(map(bool, bounds.values())) >= 12
-
-
-def test_the_version_comes_from_the_tag_and_types_are_told():
-    assert PROJECT["dynamic"] == ["version"] and "version" not in PROJECT
-    assert PYPROJECT["tool"]["hatch"]["version"]["source"] == "vcs"
-    assert {name_of(requirement) for requirement in PYPROJECT["build-system"]["requires"]} == {"hatchling", "hatch-vcs"}
-    assert [(ROOT / package / "py.typed").exists() for package in PACKAGES] == [True, True]
-
-
 def test_a_wheel_carries_the_examples_inside_the_package():
     wheel = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel["only-include"] == ["remat_jax", "torch_ref", "examples"]
@@ -171,32 +153,6 @@ def test_the_smoke_test_wants_every_file_that_is_no_module():
     files = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()]
     data_files = {path.relative_to(ROOT).as_posix() for path in files if path.suffix not in (".py", ".pyc")}
     assert set(smoke.WANTED) == data_files | {"remat_jax/examples/__init__.py", "remat_jax_quiet.pth"} and len(data_files) == 5
-
-
-def test_the_smoke_test_sees_a_page_without_one_of_its_files():
-    assets = ROOT / "remat_jax" / "report"
-    page = "".join((assets / name).read_text(encoding="utf-8") for name in smoke.PAGE)
-    smoke.check_page(page, assets)
-    for name in smoke.PAGE:
-        with pytest.raises(ValueError, match=f"the page that the wheel makes lacks {name}"):
-            smoke.check_page(page.replace((assets / name).read_text(encoding="utf-8"), ""), assets)
-
-
-def test_make_knows_its_targets():
-    targets = "setup demo test test-browser test-versions test-newest wheel smoke lint format bench bench-gpu figures docs fuzz"
-    done = subprocess.run(["make", "-n", *targets.split(), "clean"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_make_installs_the_pinned_torch_and_none_when_told(tmp_path):
-    def plan(*arguments):
-        command = ["make", "-n", "setup", f"VENV={tmp_path}/venv", *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-    assert f"install -q -c constraints.txt 'torch=={pins()['torch']}'" in plan()
-    assert "-e '.[gpu-compile,tpu-compile,test,dev,docs,torch]'" in plan()
-    without = plan("TORCH=")
-    assert "-e '.[gpu-compile,tpu-compile,test,dev,docs]'" in without and not re.search("torch|constraints", without)
 
 
 def test_nothing_names_a_machine():
