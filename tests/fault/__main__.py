@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import pytest
 from hypothesis import strategies as st
 
 import conftest
@@ -21,20 +20,6 @@ from tests.fault.module_state import module_states
 from tests.fault.selectors import check_selectors
 from tests.fault.tally import Tally, for_each
 from tests.fault.texts import check_texts
-
-ATTACKS = {
-    "names": ("tests/test_names_in_layers.py",),
-    "vmap": ("tests/test_ties.py",),
-    "cache": ("tests/test_memory_cache.py",),
-    "files": ("tests/test_plan_files.py", "tests/fault/test_texts_and_files.py", "tests/fault/test_untrusted.py"),
-    "terminal": ("tests/test_terminal.py",),
-    "disks": ("tests/test_scratch.py", "tests/test_write_whole.py"),
-    "eager": ("tests/test_shard_map.py",),
-    "processes": ("tests/test_process.py", "tests/test_process_left.py"),
-    "signals": ("tests/fault/test_interrupts.py",),
-    "threads": ("tests/fault/test_threads.py",),
-}
-"""Former faults, and the tests that would find them again."""
 
 every_case: st.SearchStrategy[Any] = st.one_of(cases(), cases(), cases(), module_states)
 SLICE = 25
@@ -50,9 +35,6 @@ def main() -> int:
     parser.add_argument("--texts", type=int, default=0, help="malformed texts: policies, budgets, targets, meshes")
     parser.add_argument("--files", type=int, default=0, help="malformed files: plans, targets, weights")
     parser.add_argument("--selectors", type=int, default=0, help="random blocks, each of whose arrays is selected by its name")
-    parser.add_argument(
-        "--attacks", nargs="*", choices=sorted(ATTACKS), help="the tests of these attacks; of all if none is named"
-    )
     parser.add_argument("--devices", type=int, default=1, help="over how many devices sharding constraints divide")
     parser.add_argument("--flags", default="", help="JAX's upgrade flags to switch on, as in `remat3,custom_jvp3`")
     parser.add_argument("--seed", type=int, default=0)
@@ -71,8 +53,6 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         wrong += check_files(asked.files, asked.seed, Path(folder), say)
     wrong += check_selectors(asked.selectors, asked.seed, say)
-    if asked.attacks is not None:
-        wrong += pytest.main(["-q", *(path for name in asked.attacks or ATTACKS for path in ATTACKS[name])])
     return 1 if wrong + check_programs(asked) else 0
 
 

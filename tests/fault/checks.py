@@ -121,7 +121,29 @@ class Case:
 
     def check(self, tally: Tally) -> None:
         """Raise AssertionError unless value and gradients equal those of the plain program."""
-        check(self, tally)
+        with jax.enable_x64(True):
+            try:
+                plain = computed(self.stack.plain(), self)
+                if not all(np.isfinite(leaf).all() for leaf in _floats(plain).values()):
+                    tally.refused["not finite"] += 1
+                    return
+                policy = policy_of(self)
+                if policy is None:
+                    tally.refused["no residual"] += 1
+                    return
+                results = computed(self.stack.under(policy), self)
+            except Exception as error:
+                tally.refused.update(_refused(_unhidden(error), self))
+                return
+            tally.compared(self.stack.way, self.stack.loop, self.transform, self.run)
+            # Equal values of another dtype are wrong too.
+            same = all(
+                name in results and results[name].dtype == array.dtype and np.array_equal(results[name], array)
+                for name, array in plain.items()
+            )
+            tally.bit_equal += same
+            if not same or set(plain) != set(results):
+                _compare(self, plain, results)
 
 
 @st.composite
@@ -275,34 +297,6 @@ _BY_JAX: dict[str, tuple[type[Exception], str, tuple[str, ...]]] = {
     # Version 0.10.2 with `jax_remat3` on.
     "a name under a vmap": (NotImplementedError, "CheckpointName", ("named",)),
 }
-
-
-def check(case: Case, tally: Tally | None = None) -> None:
-    """Raise AssertionError unless value and gradients equal those of the plain program."""
-    tally = tally or Tally.empty()
-    with jax.enable_x64(True):
-        try:
-            plain = computed(case.stack.plain(), case)
-            if not all(np.isfinite(leaf).all() for leaf in _floats(plain).values()):
-                tally.refused["not finite"] += 1
-                return
-            policy = policy_of(case)
-            if policy is None:
-                tally.refused["no residual"] += 1
-                return
-            results = computed(case.stack.under(policy), case)
-        except Exception as error:
-            tally.refused.update(_refused(_unhidden(error), case))
-            return
-        tally.compared(case.stack.way, case.stack.loop, case.transform, case.run)
-        # Equal values of another dtype are wrong too.
-        same = all(
-            name in results and results[name].dtype == array.dtype and np.array_equal(results[name], array)
-            for name, array in plain.items()
-        )
-        tally.bit_equal += same
-        if not same or set(plain) != set(results):
-            _compare(case, plain, results)
 
 
 def _unhidden(error: Exception) -> Exception:
