@@ -1,9 +1,10 @@
-"""Another mesh for a workload, in code and by `--mesh`: shardings and errors."""
+"""Another mesh for a workload, in code and by `--mesh`: shardings and errors; and steps that name a mesh of their own."""
 
 from __future__ import annotations
 
 import json
-import textwrap
+from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,36 +24,7 @@ from tests.mesh_models import BATCH, MESH, X, mlp, small_llama
 from tests.workloads import needs_gpu_compiler, struct
 
 MESH_OF_TWO = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
-JOB = """
-    import flax.linen as nn, jax, jax.numpy as jnp, optax
-    import remat_jax as rj
-    from jax.sharding import AbstractMesh, AxisType, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return x + nn.Dense(8, name="down")(nn.gelu(nn.Dense(32, name="up")(x)))
-
-    def job(**options):
-        model, x = nn.Sequential([Block(), Block()]), jax.ShapeDtypeStruct((64, 8), jnp.float32)
-        params = jax.eval_shape(model.init, jax.random.key(0), x)
-        loss = lambda params, x: jnp.mean(model.apply(params, x) ** 2)
-        return rj.Workload(loss, params, (x,), Block, optimizer=optax.sgd(0.1), name="two blocks", **options)
-
-    def by_batch():
-        return job(mesh="batch=2", shardings=(P(), P("batch")))
-
-    class Constrained(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return Block()(jax.lax.with_sharding_constraint(x, P("fsdp")))
-
-    def constrained():
-        model, x = nn.Sequential([Constrained() for _ in range(4)]), jax.ShapeDtypeStruct((64, 8), jnp.float32)
-        params = jax.eval_shape(model.init, jax.random.key(0), x)
-        return rj.Workload(lambda params, x: jnp.mean(model.apply(params, x) ** 2), params, (x,), Constrained)
-"""
+FILE = Path(__file__).with_name("cli_jobs.py")
 PARAMETERS, ROWS = 4 * 2 * (8 * 32 + 32 + 32 * 8 + 8), 4 * 64 * 8
 
 
@@ -169,27 +141,20 @@ def test_the_state_of_an_nnx_model_is_everywhere():
         job.on_mesh("data=8", (None, None, P("data")))
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("user") / "train.py"
-    path.write_text(textwrap.dedent(JOB))
-    return path
-
-
 def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_measure_takes_a_mesh_in_place_of_the_one_in_the_file(file):
+def test_measure_takes_a_mesh_in_place_of_the_one_in_the_file():
     for function, mesh, parts in (("by_batch", "batch=4", 1), ("job", "fsdp=4", 4)):
-        result = run("measure", f"{file}:{function}", "--target", "4xcpu", "--mesh", mesh, "-p", "full", "--json")
+        result = run("measure", f"{FILE}:{function}", "--target", "4xcpu", "--mesh", mesh, "-p", "full", "--json")
         assert result.exit_code == 0, result.output
         (report,) = json.loads(result.stdout)["reports"]
         assert (report["devices"], report["argument_bytes"]) == (4, PARAMETERS // parts + ROWS // 4)
 
 
-def test_a_model_with_bare_partition_specs_takes_a_mesh_as_it_is(file):
-    command = ("measure", f"{file}:constrained", "--target", "4xcpu", "-p", "full", "--json")
+def test_a_model_with_bare_partition_specs_takes_a_mesh_as_it_is():
+    command = ("measure", f"{FILE}:constrained", "--target", "4xcpu", "-p", "full", "--json")
     result = run(*command, "--mesh", "fsdp=4")
     assert result.exit_code == 0, result.output
     (report,) = json.loads(result.stdout)["reports"]
@@ -214,12 +179,12 @@ def test_a_mesh_alone_partitions_a_workload_by_the_names_of_its_axes():
 
 
 @pytest.mark.parametrize("command", ["measure", "plan", "report", "doctor"])
-def test_a_mesh_of_another_size_than_the_target_is_bad_usage(command, file, tmp_path):
+def test_a_mesh_of_another_size_than_the_target_is_bad_usage(command, tmp_path):
     more = {"plan": ["-b", "1GiB"], "report": ["-o", tmp_path / "page.html"]}.get(command, [])
-    result = run(command, f"{file}:job", "--target", "8xh200", "--mesh", "data=2,fsdp=2", *more)
+    result = run(command, f"{FILE}:job", "--target", "8xh200", "--mesh", "data=2,fsdp=2", *more)
     assert result.exit_code == 2
     assert "'8xh200' has 8 devices, but mesh='data=2,fsdp=2' has 4" in " ".join(result.stderr.replace("│", " ").split())
-    wrong = run(command, f"{file}:by_batch", "--target", "8xh200", "--mesh", "data=8", *more)
+    wrong = run(command, f"{FILE}:by_batch", "--target", "8xh200", "--mesh", "data=8", *more)
     assert wrong.exit_code == 2
     assert "the workload's shardings also use 'batch'" in " ".join(wrong.stderr.replace("│", " ").split())
 
@@ -263,3 +228,32 @@ def test_a_shard_map_with_a_mesh_of_its_own_cannot_name_the_gpu_for_a_kernel():
     lowered.append(True)
     with pytest.raises(UnsupportedError, match="leave out mesh="):
         rj.measure(work, "off", "2xh200")
+
+
+@pytest.fixture(scope="module")
+def told(on_eight_devices: Callable[..., Path]) -> dict[str, list[str]]:
+    return dict(json.loads(on_eight_devices("tests.meshes_of_their_own", "told.json").read_text()))
+
+
+@pytest.mark.parametrize(("case", "devices"), [("alone", "1 device,"), ("on another", "2 devices,")])
+def test_a_mesh_of_its_own_is_refused_with_the_remedy(told: dict[str, list[str]], case: str, devices: str) -> None:
+    kind, message = told[case]
+    assert kind == "UnsupportedError"
+    assert message.startswith(f"the step is compiled for {devices} but it contains a mesh of another size")
+    assert "Write constraints as bare PartitionSpecs, and give their mesh to Workload(…, mesh=…, shardings=…)" in message
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize(
+    ("case", "traced"), [("alone", "a step for 1 device"), ("on another", "a workload on a mesh of 2 devices ({'data': 2})")]
+)
+def test_a_mesh_of_another_size_around_the_call_is_to_be_left(told, kind, case, traced):
+    error, message = told[f"under {kind}, {case}"]
+    assert error == "ArgumentError"
+    assert message.startswith("jax.set_mesh: a mesh of 4 devices ({'data': 4}) is active")
+    assert f"and {traced} cannot be traced under it: make this call outside jax.set_mesh" in message
+
+
+def test_a_mesh_of_the_same_size_and_bare_specs_are_served(told: dict[str, list[str]]) -> None:
+    assert told["on the same"] == told["under Auto, on the same"] == told["under Explicit, on the same"] == ["", "{'data': 4}"]
+    assert told["by a spec"] == ["", "{'data': 2}"]
