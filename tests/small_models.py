@@ -94,6 +94,18 @@ class NnxMlp(nnx.Module):
         return x + self.down(jnp.tanh(self.up(x)))
 
 
+class NnxCounted(NnxMlp):
+    """It counts its calls, and drops a share of its numbers."""
+
+    def __init__(self, rngs: nnx.Rngs, rate: float = 0.0) -> None:
+        super().__init__(rngs)
+        self.calls, self.dropout = nnx.BatchStat(jnp.zeros(())), nnx.Dropout(rate, rngs=rngs if rate else None)
+
+    def __call__(self, x: Any) -> Any:
+        self.calls[...] += 1
+        return self.dropout(super().__call__(x))
+
+
 class NnxStack(nnx.Module):
     """Layers in a list."""
 

@@ -23,6 +23,7 @@ from tests.small_models import (
     First,
     Linear,
     Mlp,
+    NnxCounted,
     Second,
     Stack,
     assert_bit_equal,
@@ -208,34 +209,24 @@ def test_blocks_under_vmap_branches_and_checkpoints_inside_the_function() -> Non
     assert [counts[0] - count for count in counts] == [0, 1, 1]
 
 
-class NnxBlock(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.linear = nnx.Linear(4, 4, rngs=rngs, param_dtype=jnp.float64)
-        self.calls = nnx.BatchStat(jnp.zeros(()))
-
-    def __call__(self, x: Any) -> Any:
-        self.calls[...] += 1
-        return x + jnp.tanh(self.linear(x))
-
-
-def run_scanned(layers: NnxBlock, x: Any) -> Any:
+def run_scanned(layers: NnxCounted, x: Any) -> Any:
     out = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, layers)
     return jnp.sum(jnp.sin(out))
 
 
 @pytest.mark.usefixtures("x64")
 def test_scanned_nnx_layers_with_state_that_every_call_writes() -> None:
-    def make() -> NnxBlock:
-        return nnx.vmap(NnxBlock)(nnx.Rngs(0).split(4))
+    def make() -> NnxCounted:
+        return nnx.vmap(NnxCounted)(nnx.Rngs(0).split(4))
 
     plain, x = make(), values(3, 4)
     gradient, calls = nnx.grad(run_scanned)(plain, x), nnx.state(plain, nnx.BatchStat)
     assert all(np.all(leaf == 1) for leaf in jax.tree.leaves(calls))
     for policy in ("3 x full | 1 x dots", "4 x full in groups of 2"):
         layers = make()
-        assert_same(nnx.grad(rj.checkpoint_blocks(run_scanned, {NnxBlock: policy}))(layers, x), gradient)
+        assert_same(nnx.grad(rj.checkpoint_blocks(run_scanned, {NnxCounted: policy}))(layers, x), gradient)
         assert_bit_equal(nnx.state(layers, nnx.BatchStat), calls)
-    job = rj.Workload.from_nnx(plain, run_scanned, (x,), NnxBlock)
+    job = rj.Workload.from_nnx(plain, run_scanned, (x,), NnxCounted)
 
     def products(policy: str) -> int:
         loss, params, rest = job.split_loss(policy)

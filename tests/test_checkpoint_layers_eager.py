@@ -18,7 +18,7 @@ from flax import nnx
 import remat_jax as rj
 from remat_jax import compat
 from remat_jax.apply.per_layer import kept_programs
-from tests.small_models import Linear, Mlp, assert_bit_equal, assert_same, make_loss, to_host, values
+from tests.small_models import Linear, Mlp, NnxCounted, assert_bit_equal, assert_same, make_loss, to_host, values
 
 MIXED = "1 x full | 2 x dots"
 _compiled: list[str] = []
@@ -179,26 +179,15 @@ def test_what_a_function_in_the_program_closes_over_is_not_kept_alive(kind: str)
     assert len(kept_programs._programs) <= before and [reference() for reference in alive] == [None, None]
 
 
-class Counter(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.linear = nnx.Linear(4, 4, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.calls = nnx.BatchStat(jnp.zeros(()))
-
-    def __call__(self, x: Any) -> Any:
-        self.calls[...] += 1
-        return x + self.dropout(jnp.tanh(self.linear(x)))
-
-
 def test_nnx_state_moves_on_from_call_to_call() -> None:
-    models = [nnx.List([Counter(nnx.Rngs(index)) for index in range(2)]) for _ in range(2)]
+    models = [nnx.List([NnxCounted(nnx.Rngs(index), 0.5) for index in range(2)]) for _ in range(2)]
 
     def loss(model: Any, x: Any) -> Any:
         for layer in model:
             x = layer(x)
         return jnp.sum(x**2)
 
-    fn, x = rj.checkpoint_blocks(loss, {Counter: "1 x full | 1 x dots"}), values(2, 4)
+    fn, x = rj.checkpoint_blocks(loss, {NnxCounted: "1 x full | 1 x dots"}), values(2, 4)
     losses = []
     for _ in range(2):
         grads = [nnx.grad(function)(model, x) for function, model in zip((fn, loss), models, strict=True)]
@@ -209,8 +198,8 @@ def test_nnx_state_moves_on_from_call_to_call() -> None:
     assert [float(layer.calls[...]) for layer in models[0]] == [4.0] * 2
     assert_bit_equal(*(nnx.state(model, nnx.RngCount) for model in models))
     # A model that is closed over and only read is read in its present state.
-    read = models[0][0].linear.bias
-    reads = rj.checkpoint_blocks(lambda model, x: loss(model, x) * 0 + jnp.sum(read[...]), {Counter: "2 x full"})
+    read = models[0][0].down.bias
+    reads = rj.checkpoint_blocks(lambda model, x: loss(model, x) * 0 + jnp.sum(read[...]), {NnxCounted: "2 x full"})
     before = float(reads(models[1], x))
     read[...] += 1
     assert float(reads(models[1], x)) - before == pytest.approx(4.0)
