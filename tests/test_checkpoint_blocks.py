@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
-import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import flax.linen as nn
@@ -130,19 +128,6 @@ def test_nothing_is_kept_of_calls_and_arrays() -> None:
     del arrays, fn, marker
     gc.collect()
     assert [reference() for reference in gone] == [None, None]
-
-
-def test_threads_with_different_policies_do_not_meet() -> None:
-    loss, params, x = make_loss()
-    jitted, start = jax.jit(loss), threading.Barrier(4)
-    expected = {"off": PLAIN, "full": FULL, "dots": PLAIN, "offload_inputs": FULL}
-
-    def work(policy: str) -> list[int]:
-        start.wait()
-        return [counted(rj.checkpoint_blocks(jitted, {Mlp: policy}), params, x) for _ in range(3)]
-
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(work, expected)) == [[count] * 3 for count in expected.values()]
 
 
 class Pair(nn.Module):
@@ -294,53 +279,51 @@ def test_many_layers_are_traced_once_each() -> None:
     assert len(calls) == 12
 
 
-def test_wrong_keys_and_values_are_refused_at_once() -> None:
-    loss, _, _ = make_loss()
-    with pytest.raises(PolicyError, match="policy='fulll'.*Did you mean 'full'"):
-        rj.checkpoint_blocks(loss, "fulll")
-    for wrong in ({}, Mlp, (Mlp, "full"), Mlp.__call__, rj.block(lambda x: x)):
-        with pytest.raises(ArgumentError, match="policies=.*: expected a mapping.*at least one entry"):
-            rj.checkpoint_blocks(loss, wrong)
-    with pytest.raises(ArgumentError, match="block=3: expected a class whose instances are called"):
-        rj.checkpoint_blocks(loss, {3: "full"})
-    with pytest.raises(ArgumentError, match=r"make a plain function a block, mark it, layer = remat_jax.block\(layer\)"):
-        rj.checkpoint_blocks(loss, {loss: "full"})
-    with pytest.raises(ArgumentError, match=r"put a functools.partial into a lambda"):
-        rj.block(functools.partial(loss))
-    with pytest.raises(PolicyError, match="policy=None is read differently"):
-        rj.checkpoint_blocks(loss, {Mlp: None})
+class Uncalled:
+    """A class without `__call__`."""
+
+
+class Mlpp(nn.Module):
+    """Its name is almost that of the model's block."""
+
+
+marked = rj.block(lambda w, x: x * w)
+DEFINED_AGAIN = type("Mlp", (Mlp,), {})
+"""A cell of a notebook was run again, and the model is older."""
+WRONG: list[tuple[Any, type[Exception], str]] = [
+    ("fulll", PolicyError, "policy='fulll'.*Did you mean 'full'"),
+    *(
+        (given, ArgumentError, "policies=.*: expected a mapping.*at least one entry")
+        for given in ({}, Mlp, (Mlp, "full"), Mlp.__call__, marked)
+    ),
+    ({Mlp: None}, PolicyError, "policy=None is read differently"),
+    ({3: "full"}, ArgumentError, "block=3: expected a class whose instances are called"),
+    ({block_by_hand: "full"}, ArgumentError, r"marked with @.*make a plain function a block, mark it, block_by_hand = remat"),
+    ({Uncalled: "full"}, ArgumentError, "this class has no __call__, so its instances are never called.*remat_jax.block"),
+    ({Mlpp: "full"}, BlockError, r"block=Mlpp: this class was never called.* Did you mean 'Mlp'\?.*layer_0: Mlp"),
+    ({DEFINED_AGAIN: "full"}, BlockError, "^(?!.*Did you mean).*block=Mlp: this class was .* Another class Mlp was called: a"),
+    ({marked: "full"}, BlockError, "this function was never called"),
+    ({"layers_*": "full"}, BlockError, r"'layers_\*': the glob matches no path of a called module.*Did you mean 'layer_\d'"),
+    ({"checkpoints": "full"}, BlockError, "the function has no jax.checkpoint region"),
+]
+
+
+@pytest.mark.parametrize(("policies", "error", "message"), WRONG)
+def test_what_is_no_block_or_is_not_there_is_refused(policies: Any, error: type[Exception], message: str) -> None:
+    loss, params, x = make_loss()
+    with pytest.raises(error, match=message):
+        wrapped = rj.checkpoint_blocks(loss, policies)
+        assert error is BlockError, "the others are refused at once"
+        wrapped(params, x)
+
+
+def test_what_is_no_function_and_a_function_without_modules() -> None:
     with pytest.raises(ArgumentError, match="fn=3: expected a function"):
         rj.checkpoint_blocks(3, {Mlp: "full"})
-
-
-def test_a_class_that_is_defined_again_is_not_the_class_of_the_same_name_that_the_model_uses() -> None:
-    """A cell of a notebook was run again, and the model is older."""
-    loss, params, x = make_loss()
-    again = type("Mlp", (Mlp,), {})
-    with pytest.raises(BlockError, match=r"block=Mlp: this class was never called.* Another class Mlp was called: a") as caught:
-        rj.checkpoint_blocks(loss, {again: "full"})(params, x)
-    assert "Did you mean" not in str(caught.value)
-
-
-def test_a_block_that_is_not_there_names_those_that_are() -> None:
-    loss, params, x = make_loss()
-
-    class Mlpp(nn.Module):
-        pass
-
-    with pytest.raises(BlockError, match=r"block=Mlpp: this class was never called.* Did you mean 'Mlp'\?.*layer_0: Mlp"):
-        rj.checkpoint_blocks(loss, {Mlpp: "full"})(params, x)
-    with pytest.raises(
-        BlockError, match=r"block='layers_\*': the glob matches no path of a called module.*Did you mean 'layer_\d'"
-    ):
-        rj.checkpoint_blocks(loss, {"layers_*": "full"})(params, x)
-    with pytest.raises(BlockError, match="To select a function, mark it with .* and pass the function, not its name"):
-        rj.checkpoint_blocks(lambda x: rj.block(jnp.sin)(x), {"sin": "full"})(x)
     with pytest.raises(BlockError, match="No module of this kind was called at all"):
-        rj.checkpoint_blocks(lambda x: x, {Mlp: "full"})(x)
-    layer = rj.block(lambda w, x: x * w)
+        rj.checkpoint_blocks(lambda x: x, {Mlp: "full"})(jnp.ones(2))
     with pytest.raises(BlockError, match="A glob selects modules. To select a function, mark it with @remat_jax.block"):
-        rj.checkpoint_blocks(lambda x: layer(x, x).sum(), {"layer": "full"})(x)
+        rj.checkpoint_blocks(lambda x: marked(x, x).sum(), {"marked": "full"})(jnp.ones(2))
 
 
 def test_an_error_of_the_model_leaves_nothing_behind() -> None:

@@ -227,18 +227,6 @@ def test_a_descriptor_of_another_class_that_raises_is_passed_over() -> None:
     assert foreign.__name__ == "Foreign"
 
 
-@pytest.mark.parametrize("make", [lambda own: linen_case([nn.remat] * own), lambda own: nnx_case([nnx.remat] * own)])
-def test_the_policy_replaces_the_remat_that_decorates_a_call(make: Any) -> None:
-    (block, loss, arguments), (plain_block, plain_loss, plain) = make(1), make(0)
-    job = rj.Workload(loss, arguments[0], arguments[1:], block, has_aux=True)
-    as_plain = rj.Workload(plain_loss, plain[0], plain[1:], plain_block, has_aux=True)
-    assert job.replaced_checkpoints == 2
-    for policy in ("full", "dots"):
-        assert rj.residuals(job, policy).device_bytes == rj.residuals(as_plain, policy).device_bytes
-    with pytest.warns(rj.RematWarning, match="own_checkpoints='keep'"):
-        jax.eval_shape(rj.checkpoint_blocks(loss, {block: "dots"}, own_checkpoints="keep"), *arguments)
-
-
 def test_the_policy_takes_the_place_of_a_remat_inside_a_scan() -> None:
     class Stack(nnx.Module):
         def __init__(self) -> None:

@@ -205,15 +205,6 @@ def test_what_is_saved_is_not_computed_again_for_a_rule_that_reads_it(op: str) -
     assert again(block, "full", W, X) == 1 and again(block, f"save: {selector}", W, X) == 0
 
 
-@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
-def test_everything_keeps_exactly_what_plain_keeps(scanned: bool) -> None:
-    loss, params, x = make_loss(Attention, scanned=scanned)
-    job = rj.Workload(loss, params, (x,), blocks=Attention)
-    off, everything = rj.residuals(job, "off"), rj.residuals(job, "everything")
-    assert off.device_bytes == everything.device_bytes > 0 == everything.host_bytes
-    assert rj.residuals(job, "full").device_bytes < off.device_bytes
-
-
 def test_the_values_are_those_of_the_unnamed_block_to_the_bit() -> None:
     def block(w: Any, x: Any) -> Any:
         return jax.nn.softmax(jnp.where(x > 0, x, jnp.exp(x)) @ w), x.astype(jnp.bfloat16), x > 0

@@ -228,22 +228,6 @@ def test_with_the_new_rematerialisation(name: str, remat3: None) -> None:
         assert_gradients_agree(loss, dots, params)
 
 
-def test_the_switch() -> None:
-    def products(model: Any) -> int:
-        loss, _, params = of_nnx(model, NnxBlock) if isinstance(model, nnx.Module) else linen(model, Block)
-        return matmuls(jax.value_and_grad(loss), params, X)
-
-    model = NnxNet(NnxBlock, nnx.Rngs(0))
-    as_written, replaced = ONCE - 1 + LAYERS, ONCE - 1
-    assert products(model) == as_written
-    assert products(rj.enable_gradient_checkpointing(model, "dots")) == replaced
-    rj.enable_gradient_checkpointing(model, "dots", own_checkpoints="keep")
-    with pytest.warns(rj.RematWarning, match="own_checkpoints='keep'"):
-        assert products(model) == as_written
-    assert products(rj.disable_gradient_checkpointing(model)) == as_written
-    assert products(rj.enable_gradient_checkpointing(Unrolled(), "dots", blocks=Block)) == replaced
-
-
 def test_a_wrong_choice_is_an_error() -> None:
     loss, block, params = linen(Unrolled(), Block)
     for call in (
