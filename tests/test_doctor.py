@@ -140,7 +140,11 @@ def test_offloading_the_output_of_a_block_by_name_leaves_the_next_ones_input_on_
     assert kept.device_bytes - after.device_bytes >= 2 * ROWS * WIDTH * 4
 
 
-def test_the_same_in_a_scan_of_the_users_own():
+@pytest.mark.versions
+@pytest.mark.parametrize("flags", [(), ("remat3",)])
+def test_the_same_in_a_scan_of_the_users_own(flags, with_flags):
+    with_flags(f"jax_{flag}" for flag in flags)
+
     def workload(name: str) -> rj.Workload:
         def block(x: Any, w: Any) -> Any:
             x = checkpoint_name(x, "block_in")

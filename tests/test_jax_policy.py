@@ -16,7 +16,6 @@ from remat_jax import compat
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import NoEffectError, PolicyError, UnsupportedError
 from tests.small_models import Attention, Linear, make_loss, offloading, to_host
-from tests.test_own_checkpoints import MODELS
 
 NEW_AND_OLD = compat.remat3() and compat.JAX_VERSION < (0, 12, 0)
 served = pytest.mark.skipif(NEW_AND_OLD, reason="refused there, as tested below")
@@ -110,20 +109,6 @@ def test_a_policy_object_finds_the_models_names_under_remat3_too(remat3: None, a
     assert [products(policy) for policy in ("full", named, "save: a")] == [8, 7, 7]
 
 
-@pytest.mark.versions
-def test_doctor_knows_the_models_names_under_remat3(remat3: None) -> None:
-    """An output that is offloaded by name stays on the device as the next round's input."""
-    policy = offloading("out")
-
-    def loss(w: Any, x: Any) -> Any:
-        block = jax.checkpoint(lambda x, w: (checkpoint_name(jnp.sin(x @ w), "out"), None), policy=policy)
-        return jnp.sum(jax.lax.scan(block, x, w)[0])
-
-    w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 8, 8), (4, 8)))
-    diagnosis = rj.doctor(rj.Workload(loss, w, (x,), "*"), "off")
-    assert [finding.trap for finding in diagnosis.findings] == ["named_output"]
-
-
 NAMES = jax.checkpoint_policies
 
 
@@ -162,16 +147,6 @@ def test_names_that_the_model_does_not_give_are_an_error(policy: Any, model_poli
     for fn in changed:
         with pytest.raises(NoEffectError, match="hidden"):
             jax.eval_shape(jax.grad(fn), params, x)
-
-
-@pytest.mark.parametrize("name", ["scanned", "nnx", "bridged"])
-@pytest.mark.filterwarnings("ignore:own_checkpoints='keep'")
-def test_names_that_a_model_with_own_checkpoints_does_not_give_are_refused(name: str) -> None:
-    loss, block, params = MODELS[name][0]()
-    for policy, choice in (("save: attention_out", "replace"), (NAMES.save_only_these_names("attention_out"), "keep")):
-        policed = rj.checkpoint_blocks(loss, {block: policy}, own_checkpoints=choice)
-        with pytest.raises(NoEffectError, match=r"attention_out' matches no residual|gives 'attention_out'"):
-            jax.eval_shape(jax.grad(policed), params, jnp.ones((2, 8)))
 
 
 def test_one_name_that_is_given_is_enough_and_other_policies_are_not_judged() -> None:
