@@ -236,11 +236,6 @@ def test_a_batch_that_cannot_be_divided_gets_no_advice_on_micro_batches() -> Non
     assert MICRO not in advised(fixed)[1]
 
 
-def products_of(function: Any, *shapes: Any, dtype: Any = jnp.float32) -> set[tuple[bool, tuple[int, ...]]]:
-    arguments = [struct(*shape, dtype=dtype) for shape in shapes]
-    return {(product.is_head, product.shape) for product in softmax_products(jax.make_jaxpr(function)(*arguments))}
-
-
 def attend(q: Any, keep: Any = lambda weights: weights) -> Any:
     return keep(jax.nn.softmax(q @ q.mT)) @ q
 
@@ -250,14 +245,67 @@ def test_a_budget_that_nothing_fits_is_answered_with_advice() -> None:
         rj.plan(job(vocabulary=8192), "40MiB", "h200")
 
 
-def test_products_that_a_softmax_reads_are_found_in_loops_and_calls() -> None:
-    def loss(q: Any, kernel: Any) -> Any:
-        x = jax.lax.scan(lambda x, _: (jax.jit(attend)(x), None), q, length=3)[0]
-        x = x + jnp.tanh(x @ jnp.ones((8, 8)))  # no softmax
-        return jax.nn.logsumexp(x @ kernel, axis=-1).sum()
+def in_loops_and_calls(q: Any, kernel: Any) -> Any:
+    x = jax.lax.scan(lambda x, _: (jax.jit(attend)(x), None), q, length=3)[0]
+    x = x + jnp.tanh(x @ jnp.ones((8, 8)))  # no softmax
+    return jax.nn.logsumexp(x @ kernel, axis=-1).sum()
 
-    assert products_of(loss, (2, 16, 8), (8, 50)) == {(False, (2, 16, 16)), (True, (2, 16, 50))}
-    assert products_of(rj.in_chunks(loss, 2, axis=(0, None)), (4, 16, 8), (8, 50)) == {(False, (2, 16, 16))}
+
+def projected(x: Any, kernel: Any) -> Any:
+    """As in a U-Net: 4 heads of 16 × 16 scores have as many elements as 64 positions of 16 features, and end in 16 too."""
+    return jnp.sum(attend((x @ kernel)[:, ::4].reshape(2, 16, 4, 4).swapaxes(1, 2))) + jnp.sum(attend(x @ kernel))
+
+
+def dropped(weights: Any) -> Any:
+    return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.9, weights.shape), weights / 0.9, 0)
+
+
+def with_weights(q: Any) -> Any:
+    weights: list[Any] = []
+    return attend(q, lambda w: weights.append(w) or w).sum(), weights[-1]
+
+
+SCORES_ALONE, HEAD_ALONE = {(False, (2, 16, 16))}, {(True, (2, 16, 50))}
+WITH_KERNEL = (2, 16, 8), (8, 50)
+# What a softmax reads, in the arrays of these shapes: whether it is a head, and its shape.
+PRODUCTS: dict[str, tuple[Any, Any, set[tuple[bool, tuple[int, ...]]]]] = {
+    "loops and calls": (in_loops_and_calls, WITH_KERNEL, SCORES_ALONE | HEAD_ALONE),
+    "a head in chunks": (rj.in_chunks(in_loops_and_calls, 2, axis=(0, None)), ((4, 16, 8), (8, 50)), SCORES_ALONE),
+    "projection": (projected, ((2, 64, 16), (16, 16)), {(False, (2, 4, 16, 16)), (False, (2, 64, 64))}),
+    "variance of a VAE": (lambda x, kernel: jnp.exp(x @ kernel).sum(-1).mean(), WITH_KERNEL, set()),
+    # A gate that has its own matmul stays a head.
+    "head beside": (lambda x, kernel: (jax.nn.logsumexp(x @ kernel, -1).sum(), x @ kernel), WITH_KERNEL, HEAD_ALONE),
+    "returned": (
+        lambda x, kernel: [(jax.nn.logsumexp(logits, -1).sum(), logits.astype(jnp.bfloat16)) for logits in [x @ kernel]],
+        WITH_KERNEL,
+        set(),
+    ),
+    "router": (lambda x, kernel: jax.lax.top_k(jax.nn.softmax(x @ kernel), 2)[0].sum(), WITH_KERNEL, set()),
+    "mixture": (lambda x, kernel: (jax.nn.softmax(x @ kernel) @ kernel.T).sum(), WITH_KERNEL, set()),
+    # Attention whose weights are changed or returned is not offered a kernel; dropout before the queries changes no weights.
+    "dropout of weights": (lambda q: attend(q, dropped).sum(), [(2, 16, 8)], set()),
+    "dropout before": (lambda q: attend(dropped(q)).sum(), [(2, 16, 8)], SCORES_ALONE),
+    "weights beside": (lambda q: (attend(q).sum(), jax.nn.softmax(q @ q.mT)), [(2, 16, 8)], SCORES_ALONE),
+    "weights returned": (with_weights, [(2, 16, 8)], set()),
+}
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_what_is_a_head_and_what_are_scores_follows_from_the_data(name: str) -> None:
+    function, shapes, expected = PRODUCTS[name]
+    products = softmax_products(jax.make_jaxpr(function)(*(struct(*shape) for shape in shapes)))
+    assert {(product.is_head, product.shape) for product in products} == expected
+
+
+def test_flaxs_attention_is_offered_a_kernel_without_dropout() -> None:
+    model, x, key = nn.MultiHeadDotProductAttention(2, dropout_rate=0.5), jnp.ones((2, 16, 8)), jax.random.key(0)
+
+    def loss(x: Any, deterministic: bool) -> Any:
+        return model.init_with_output({"params": key, "dropout": key}, x, deterministic=deterministic)[0].sum()
+
+    found = [softmax_products(jax.make_jaxpr(functools.partial(loss, deterministic=flag))(x)) for flag in (False, True)]
+    assert list(map(len, found)) == [0, 1]
 
 
 def test_a_head_whose_last_logits_the_loss_drops_is_found() -> None:
@@ -273,55 +321,3 @@ def test_a_head_whose_last_logits_the_loss_drops_is_found() -> None:
         (False, (2, 2, 16, 16), 2 * 2 * 16 * 16),
         (True, (2, 16, 50), 2 * 15 * 50),
     }
-
-
-@pytest.mark.versions
-def test_a_projection_with_the_shape_of_scores_is_no_head() -> None:
-    """As in a U-Net: 4 heads of 16 × 16 scores have as many elements as 64 positions of 16 features, and end in 16 too."""
-
-    def loss(x: Any, kernel: Any) -> Any:
-        y = attend((x @ kernel)[:, ::4].reshape(2, 16, 4, 4).swapaxes(1, 2))
-        return jnp.sum(y) + jnp.sum(attend(x @ kernel))
-
-    assert products_of(loss, (2, 64, 16), (16, 16)) == {(False, (2, 4, 16, 16)), (False, (2, 64, 64))}
-
-
-@pytest.mark.versions
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda x, kernel: jnp.exp(x @ kernel).sum(-1).mean(),  # the variance of a VAE
-        lambda x, kernel: (jax.nn.logsumexp(x @ kernel, -1).sum(), x @ kernel),  # a gate that has its own matmul stays a head
-        lambda x, kernel: [(jax.nn.logsumexp(logits, -1).sum(), logits.astype(jnp.bfloat16)) for logits in [x @ kernel]],
-        lambda x, kernel: jax.lax.top_k(jax.nn.softmax(x @ kernel), 2)[0].sum(),  # a router
-        lambda x, kernel: (jax.nn.softmax(x @ kernel) @ kernel.T).sum(),  # a mixture
-    ],
-    ids=["exponential", "head beside", "returned", "router", "mixture"],
-)
-def test_what_is_a_head_follows_from_the_data(loss: Any, request: Any) -> None:
-    is_head = "head" in request.node.callspec.id
-    assert products_of(loss, (2, 16, 8), (8, 50)) == ({(True, (2, 16, 50))} if is_head else set())
-
-
-@pytest.mark.versions
-def test_attention_whose_weights_are_changed_or_returned_is_not_offered_a_kernel() -> None:
-    def dropped(key: Any, rate: float) -> Any:
-        return lambda weights: jnp.where(jax.random.bernoulli(key, 1 - rate, weights.shape), weights / (1 - rate), 0)
-
-    def loss(q: Any, key: Any, rate: float = 0.1) -> Any:
-        return attend(q, dropped(key, rate)).sum()
-
-    model = nn.MultiHeadDotProductAttention(2, dropout_rate=0.5)
-
-    def flax_loss(x: Any, key: Any, deterministic: bool) -> Any:
-        return model.init_with_output({"params": key, "dropout": key}, x, deterministic=deterministic)[0].sum()
-
-    q, key, x = jnp.ones((2, 16, 8)), jax.random.key(0), jnp.ones((2, 16, 8))
-    assert softmax_products(jax.make_jaxpr(loss)(q, key)) == () == softmax_products(jax.make_jaxpr(loss)(q, key, 0.1))
-    assert softmax_products(jax.make_jaxpr(lambda x: flax_loss(x, key, False))(x)) == ()
-    assert len(softmax_products(jax.make_jaxpr(lambda x: flax_loss(x, key, True))(x))) == 1
-    # Dropout before the queries changes no weights.
-    assert products_of(lambda q: attend(dropped(key, 0.1)(q)).sum(), (2, 16, 8)) == {(False, (2, 16, 16))}
-    assert products_of(lambda q: (attend(q).sum(), jax.nn.softmax(q @ q.mT)), (2, 16, 8)) == {(False, (2, 16, 16))}
-    weights: list[Any] = []
-    assert products_of(lambda q: (attend(q, lambda w: weights.append(w) or w).sum(), weights[-1]), (2, 16, 8)) == set()

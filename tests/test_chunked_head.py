@@ -18,6 +18,7 @@ from remat_jax.core.walk import equations
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import ArgumentError, PlanningError
 from remat_jax.train.chunked_head import chunk_head, chunked_heads
+from tests.workloads import Perceptron
 
 ROWS, LENGTH, WIDTH, WORDS = 3, 12, 5, 23
 CHUNKS = 4
@@ -212,46 +213,6 @@ def test_facts_before_it_is_applied() -> None:
     assert head.recomputed.flops >= 2 * ROWS * LENGTH * WIDTH * WORDS and "test_chunked_head.py" in head.source
 
 
-class Layer(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return x + nn.Dense(64)(nn.gelu(nn.Dense(128)(x)))
-
-
-class Decoder(nn.Module):
-    """Two layers and a head, which `hidden` leaves out."""
-
-    @nn.compact
-    def __call__(self, tokens: Any, hidden: bool = False) -> Any:
-        x = nn.Embed(2048, 64)(tokens)
-        for _ in range(2):
-            x = Layer()(x)
-        head = nn.Dense(2048, use_bias=False, name="head")
-        return x if hidden else head(x)
-
-
-def jobs() -> tuple[rj.Workload, rj.Workload]:
-    """A decoder with its head in chunks by `chunk_head`, and the same by hand."""
-    model, tokens = Decoder(), jax.ShapeDtypeStruct((4, 128), jnp.int32)
-    params = jax.eval_shape(model.init, jax.random.key(0), tokens)
-
-    def loss(params: Any, tokens: Any, targets: Any) -> Any:
-        return integer(model.apply(params, tokens), targets).mean()
-
-    def by_hand(params: Any, tokens: Any, targets: Any) -> Any:
-        hidden, kernel = model.apply(params, tokens, hidden=True), params["params"]["head"]["kernel"]
-        summed = rj.in_chunks(lambda w, x, y: integer(x @ w, y).sum(), 8, axis=(None, 1, 1))
-        return summed(kernel, hidden, targets) / targets.size
-
-    job = rj.Workload(loss, params, (tokens, tokens), Layer, optimizer=optax.adam(1e-3))
-    return job.with_loss(chunk_head(loss, chunks=8)), job.with_loss(by_hand)
-
-
-def test_bytes_are_those_of_a_head_in_chunks_by_hand() -> None:
-    chunked, by_hand = (rj.measure(job, "1 × full | 1 × dots", "cpu").device_bytes for job in jobs())
-    assert chunked == by_hand
-
-
 def test_a_sharded_vocabulary_keeps_its_constraint_in_each_chunk() -> None:
     def loss(w: Any, x: Any, y: Any) -> Any:
         logits = jax.lax.with_sharding_constraint(x @ w, PartitionSpec("data", None, "model"))
@@ -267,10 +228,10 @@ def test_a_sharded_vocabulary_keeps_its_constraint_in_each_chunk() -> None:
 
 def test_linen_and_nnx_models_under_policies() -> None:
     tokens = jnp.arange(32).reshape(2, 16)
-    model = Decoder()
+    model = nn.Sequential([nn.Embed(64, 8), Perceptron(), Perceptron(), nn.Dense(64, use_bias=False)])
     params = jax.jit(model.init)(jax.random.key(0), tokens)
     loss = lambda params, tokens: integer(model.apply(params, tokens), tokens).mean()  # noqa: E731
-    chunked = rj.checkpoint_blocks(chunk_head(loss), {Layer: "1 × full | 1 × dots"})
+    chunked = rj.checkpoint_blocks(chunk_head(loss), {Perceptron: "1 × full | 1 × dots"})
     assert error(*jax.jit(lambda: [jax.grad(fn)(params, tokens) for fn in (chunked, loss)])()) < 1e-5
     of_nnx = nnx.Linear(WIDTH, WORDS, rngs=nnx.Rngs(0))
     _, x, y = example(jnp.float32)

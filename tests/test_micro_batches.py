@@ -313,23 +313,6 @@ def test_the_planned_step_is_the_step_of_the_whole_batch(plan):
         plan.apply(squares)(params, x)
 
 
-def test_a_declared_change_is_believed_by_the_step(plan):
-    def opaque(params, x):
-        return squares(params, jax.pure_callback(lambda x: x, jax.typeof(x), x))
-
-    params = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.1), job().params)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(4096, 32)), jnp.float32)
-    proved, declared = (
-        replace(plan, changes=(change,)).train_step(opaque, optax.sgd(0.1), donate=False) for change in DECLARED
-    )
-    with pytest.raises(PlanningError, match="pure_callback"):
-        proved(params, proved.init(params), x)
-    np.testing.assert_allclose(declared(params, declared.init(params), x)[2], squares(params, x), rtol=1e-5)
-
-
-DECLARED = "micro_batches", "micro_batches=mean"
-
-
 def test_the_problem_is_that_of_one_micro_batch():
     """Its blocks have the bytes of a micro-batch, and the times of all; a step has one more tree of gradients."""
     whole, half, parts = (describe(work, "h200") for work in (job(), job(rows=2048), job().in_micro_batches(2)))
