@@ -10,14 +10,13 @@ import optax
 import pytest
 
 import remat_jax as rj
-from benchmarks.predictor import Predictor
-from remat_jax import compat
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import PlanningError, UnsupportedError
 from remat_jax.planning.problem import describe, extra_seconds
 from tests.small_models import Attention, Both, First, Mlp, Second, assert_same, block_by_hand, equations, make_loss, values
+from tests.test_checkpoint_layers import lengths
+from tests.workloads import needs_gpu_compiler
 
-needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 INPUT = 2 * 3 * 4 * 4
 """The bytes of a layer's input in `make_loss`, and of the cosine after the layers."""
 
@@ -26,23 +25,8 @@ def products(loss: Any, policy: Any, *args: Any, block: Any = Mlp) -> int:
     return matmuls(jax.grad(rj.checkpoint_blocks(loss, {block: policy})), *args)
 
 
-def scans(fn: Any, *args: Any) -> list[tuple[int, ...]]:
-    """The length of every scan, after those of the scans around it."""
-
-    def walk(jaxpr: Any, around: tuple[int, ...]) -> list[tuple[int, ...]]:
-        lengths = []
-        for eqn in jaxpr.eqns:
-            here = (*around, eqn.params["length"]) if eqn.primitive.name == "scan" else around
-            lengths += [here] if here != around else []
-            for inner in (value for value in eqn.params.values() if compat.is_jaxpr(value)):
-                lengths += walk(compat.closed(inner).jaxpr, here)
-        return lengths
-
-    return walk(jax.make_jaxpr(fn)(*args).jaxpr, ())
-
-
 @pytest.mark.parametrize(
-    ("policy", "again", "kept", "lengths"),
+    ("policy", "again", "kept", "rounds"),
     [
         # An Mlp has two products, one of which its backward pass recomputes. A group recomputes its layers except the last,
         # whose result its backward pass does not read.
@@ -56,25 +40,25 @@ def scans(fn: Any, *args: Any) -> list[tuple[int, ...]]:
         ("6 x dots in groups of 3", 2 * 4 - 4, 2, []),
         ("6 x off in groups of 3", 2 * 4 - 4, 2, []),
         # In a scan all rounds are recomputed, the last included. The scan keeps its carry, also if it is the batch.
-        ("6 x full in groups of 1", 0, 6, [(6,)]),
-        ("6 x full in groups of 2", 12, 3, [(3,), (3, 2)]),
-        ("6 x full in groups of 4", 12, 1, [(4,), (2,)]),
-        ("6 x full in groups of 6", 12, 0, [(6,)]),
-        ("5 x full in groups of 2 | 1 x full", 8, 4, [(2,), (2, 2), (1,), (1,)]),
-        ("4 x full in groups of 2 || 2 x full in groups of 2", 12, 3, [(2,), (2, 2), (2,)]),
-        ("6 x dots in groups of 3", 12 - 6, 2, [(2,), (2, 3)]),
-        ("6 x off in groups of 3", 12 - 6, 2, [(2,), (2, 3)]),
+        ("6 x full in groups of 1", 0, 6, [6]),
+        ("6 x full in groups of 2", 12, 3, [3, 2]),
+        ("6 x full in groups of 4", 12, 1, [4, 2]),
+        ("6 x full in groups of 6", 12, 0, [6]),
+        ("5 x full in groups of 2 | 1 x full", 8, 4, [2, 2, 1, 1]),
+        ("4 x full in groups of 2 || 2 x full in groups of 2", 12, 3, [2, 2, 2]),
+        ("6 x dots in groups of 3", 12 - 6, 2, [2, 3]),
+        ("6 x off in groups of 3", 12 - 6, 2, [2, 3]),
     ],
 )
 def test_layers_run_again_once_for_the_group_and_once_by_themselves(
-    policy: str, again: int, kept: int, lengths: list[tuple[int, ...]]
+    policy: str, again: int, kept: int, rounds: list[int]
 ) -> None:
-    loss, params, x = make_loss(layers=6, scanned=bool(lengths))
+    loss, params, x = make_loss(layers=6, scanned=bool(rounds))
     assert products(loss, policy, params, x) - products(loss, "full", params, x) == again
-    assert scans(rj.checkpoint_blocks(loss, {Mlp: policy}), params, x) == lengths
+    assert lengths(rj.checkpoint_blocks(loss, {Mlp: policy}), params, x) == rounds
     table = rj.residuals(rj.Workload(loss, params, (x,), Mlp), policy)
     # The loss keeps a cosine. Unrolled, the first input is the batch, which is no residual.
-    assert (table.device_bytes, table.host_bytes, table.warning) == ((kept + bool(lengths)) * INPUT, 0, None)
+    assert (table.device_bytes, table.host_bytes, table.warning) == ((kept + bool(rounds)) * INPUT, 0, None)
 
 
 def test_no_parameter_and_nothing_inside_a_group_is_kept() -> None:
@@ -129,12 +113,12 @@ def test_layers_inside_jit_and_several_in_a_round() -> None:
     expected = jax.jit(jax.grad(loss))(*args)
     # The unrolled pair, and both rounds together; each round.
     for policy, groups in (
-        ("2 x full in groups of 2 | 4 x full in groups of 4", [(2,)]),
-        ("2 x full | 2 x full in groups of 2 | 2 x dots in groups of 2", [(1,), (1,)]),
+        ("2 x full in groups of 2 | 4 x full in groups of 4", [2]),
+        ("2 x full | 2 x full in groups of 2 | 2 x dots in groups of 2", [1, 1]),
     ):
         fn = rj.checkpoint_blocks(loss, {Mlp: policy})
         assert_same(jax.jit(jax.grad(fn))(*args), expected)
-        assert scans(fn, *args) == groups
+        assert lengths(fn, *args) == groups
         kept = [row for row in rj.residuals(rj.Workload(loss, args[0], args[1:], Mlp), policy) if row.action == "save"]
         assert not [row for row in kept if set(row.shape[-2:]) == {4, 3}], "no parameter, and no row or slice of one"
     with pytest.raises(UnsupportedError, match="block=Mlp: the group of layers 0–2 begins or ends inside"):
@@ -174,16 +158,10 @@ def test_groups_of_two_classes_that_overlap_are_refused(scanned: bool, other: st
         rj.checkpoint_blocks(loss, {First: PAIRS, Second: other})(params, x)
 
 
-def test_no_figure_is_told_that_is_not_known() -> None:
+def test_groups_have_no_price() -> None:
     loss, params, x = make_loss(layers=4)
-    job, policy = rj.Workload(loss, params, (x,), Mlp), "4 x full in groups of 2"
-    predictor = Predictor(job, "cpu", calibration=["full", "everything"])
-    with pytest.raises(UnsupportedError, match="residuals do not show what a group of layers needs during its backward pass"):
-        predictor.predict(policy)
-    predictor.learn(policy, 12345)
-    assert predictor.predict(policy).temp_bytes == 12345
     with pytest.raises(PlanningError, match="groups of layers are not priced"):
-        extra_seconds(describe(job, "h200"), policy)
+        extra_seconds(describe(rj.Workload(loss, params, (x,), Mlp), "h200"), "4 x full in groups of 2")
 
 
 @pytest.mark.parametrize(

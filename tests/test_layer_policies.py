@@ -98,7 +98,6 @@ def test_a_group_is_a_part_of_its_run() -> None:
     ("make", "says"),
     [
         (lambda: rj.LayerPolicies.parse("4 × full in groups of 0"), "'in groups of 0': a group needs 1 layer or more"),
-        (lambda: rj.LayerPolicies.parse("4 × full in groups of some"), "'in groups of some': a group needs 1 layer"),
         (lambda: rj.LayerPolicies.parse("full in groups of 4"), "the run 'full in groups of 4' is not 'N × policy'"),
         (lambda: as_policy("full in groups of 4"), "one policy is expected here"),
         (lambda: rj.LayerPolicies.parse("4 × offload_inputs in groups of 2"), "layers 0 to 1 offloads inside a group"),
@@ -115,11 +114,9 @@ def test_a_group_is_a_part_of_its_run() -> None:
         (lambda: rj.LayerPolicies.of(["full"] * 4, 3), "cuts=3: expected the layers before which"),  # type: ignore[arg-type]
         (lambda: rj.LayerPolicies(((2, FULL),), 4), "cuts=4: expected the positions"),  # type: ignore[arg-type]
         (lambda: rj.LayerPolicies.parse("8 full | 4 dots"), r"the run '8 full \| 4 dots' is not 'N × policy'"),
-        (lambda: rj.LayerPolicies.parse("full | 4 x dots"), "the run 'full' is not"),
         (lambda: rj.LayerPolicies.parse("0 x full"), "a run of 0 layers: expected 1 or more, at most 1000000"),
         (lambda: rj.LayerPolicies.parse("4 x full | 4 x"), r"the selector|is not the name|4 x"),
         (lambda: rj.LayerPolicies.parse("4 x save: | 4 x dots"), "is empty"),
-        (lambda: rj.LayerPolicies.parse(""), "is not 'N × policy'"),
         (lambda: rj.LayerPolicies.parse("4 x full | 4 x dotz"), "Did you mean 'dots'"),
         (lambda: rj.LayerPolicies.from_json("8 x full"), "is not JSON"),
         (lambda: rj.LayerPolicies(()), "LayerPolicies: runs="),

@@ -224,13 +224,6 @@ def test_wrong_arguments_are_named_before_anything_is_compiled():
         rj.measure(job, "save: *attention*")
 
 
-def test_progress_is_told_policy_by_policy():
-    messages: list[str] = []
-    reports = measure_many(workload(True, rows=64), ["full", "offload_inputs"], "cpu", on_done=messages.append)
-    assert sorted(messages) == ["full", "offload_inputs"]  # without its offload the second equals the first
-    assert [report.policy for report in reports] == ["full", "offload_inputs"]
-
-
 def test_the_same_question_is_answered_from_memory_and_another_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[list[str]] = []
 

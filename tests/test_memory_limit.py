@@ -18,9 +18,8 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target
-from remat_jax.memory.compile import cache, compiler
+from remat_jax.memory.compile import compiler
 from remat_jax.memory.compile.backends import backend_of, limit_bytes
-from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.options import LARGEST_FACTOR, OPTION, limit_options
 from remat_jax.memory.measure import measure_many
@@ -138,31 +137,6 @@ def test_xla_recomputes_to_stay_within_the_limit() -> None:
     assert "memory limit" in str(limited) and "memory limit" not in str(free)
     # A limit above XLA's own gives the same program and the same result.
     assert rj.measure(job, "off", "h200", memory_limit="100%").device_bytes == free.device_bytes
-
-
-def test_the_cache_keeps_limits_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cache.forget()
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "kept"))
-    monkeypatch.setattr(compat, "require_gpu_compiler", lambda: None)
-    compiled: list[dict[str, Any]] = []
-
-    def answer(programs: Any, target: Any, timeout: float, options: Any, *_: Any) -> list[tuple[str, compiler.Sizes]]:
-        compiled.append(dict(options[programs[0].key]))
-        return [(exported.key, compiler.Sizes(*[len(compiled)] * 8)) for exported in programs]
-
-    monkeypatch.setattr(compiler, "_compiled", answer)
-    program = export_step("off", workload(128).step("off"), H200)
-
-    def ask(limit: int | None) -> compiler.Sizes:
-        return compile_programs([program], H200, timeout=10, memory_limit=limit)["off"]
-
-    limits = (None, 40 * GIB, 20 * GIB, 40 * GIB, MEMORY, None)
-    first = [ask(limit) for limit in limits]
-    cache.forget()
-    assert [ask(limit) for limit in limits] == first, "from the disk"
-    assert [sizes.temp for sizes in first] == [1, 2, 3, 2, 1, 1]
-    assert compiled == [{}, {OPTION: 35}, {OPTION: 17}]
-    assert [sizes.limit_options for sizes in first[:3]] == compiled
 
 
 @needs_gpu_compiler

@@ -13,7 +13,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
-from benchmarks.predictor import Predictor
 from remat_jax.errors import ArgumentError, UnsupportedError
 from remat_jax.hardware import target
 from remat_jax.hardware.rates import Rates
@@ -75,8 +74,6 @@ def test_the_target_has_as_many_devices_as_the_mesh():
             ask(mlp(), "full", "2xcpu")
     with pytest.raises(ArgumentError, match="'h200' has 1 device, but the mesh"):
         rj.doctor(divided, "full", "h200")
-    with pytest.raises(UnsupportedError, match="a Predictor supports only one device"):
-        Predictor(divided, "8xcpu", ["full", "everything"])
 
 
 def test_the_state_of_an_optimizer_lies_as_its_parameters_do():
