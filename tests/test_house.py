@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import graphlib
 import re
 import subprocess
 import sys
@@ -94,27 +93,6 @@ def test_no_module_inside_the_package_imports_its_root():
     inside = "|".join(path.stem for path in (ROOT / "remat_jax").iterdir() if path.suffix in ("", ".py"))
     through_the_root = importing(rf"remat_jax\.(?!({inside})$)\w+", "remat_jax")
     assert [entry for entry in through_the_root if not entry.startswith("remat_jax/cli")] == []
-
-
-def test_modules_import_each_other_in_one_direction_only():
-    """Imports for types count too."""
-    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources(*PACKAGES)}
-    names = {path: name.removesuffix(".__init__") for path, name in names.items()}
-    modules, imports = set(names.values()), dict[str, set[str]]()
-    for path, name in names.items():
-        wanted = set()
-        for node in imports_of(path):
-            if isinstance(node, ast.Import):
-                wanted |= {alias.name for alias in node.names}
-            else:
-                # A relative import starts at the package that contains the module.
-                package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-                base = ".".join([*package[: len(package) - node.level + 1 if node.level else 0], *filter(None, [node.module])])
-                inside = [f"{base}.{alias.name}" for alias in node.names]
-                wanted |= {module if module in modules else base for module in inside}
-        imports[name] = wanted & modules - {name}
-    ordered = list(graphlib.TopologicalSorter(imports).static_order())  # CycleError names the cycle
-    assert len(ordered) == len(modules) > 200
 
 
 def test_a_public_class_name_stands_for_one_class():
