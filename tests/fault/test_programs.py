@@ -57,31 +57,12 @@ def with_gradient_times(factor: float) -> Any:
     return lambda loss: lambda p, x, *rest: loss(changed(p), changed(x), *rest)
 
 
-def with_integers(change: Any) -> Any:
-    """Changes the integer outputs of a loss."""
-
-    def changed(leaf: Any) -> Any:
-        return change(leaf) if leaf.dtype == jnp.int32 else leaf
-
-    return lambda loss: lambda *args: jax.tree.map(changed, loss(*args))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (with_gradient_times(1 + 1e-9), "is off by"),
-        (with_gradient_times(-1.0), "is off by"),
-        (with_integers(lambda leaf: leaf + 1), "Mismatched elements: 6 / 6"),
-        (with_integers(lambda leaf: leaf.astype(jnp.int64)), "int64.*not.*int32"),
-    ],
-    ids=["slightly", "sign", "value", "dtype"],
-)
-def test_a_wrong_result_is_seen(monkeypatch: pytest.MonkeyPatch, wrong: Any, message: str) -> None:
-    case = Case(Stack(Program(SMALL.steps, ("i", "x")), 2, "remat", "scan"), ("full",), "grad", "traced", 0)
+@pytest.mark.parametrize("factor", [1 + 1e-9, -1.0])
+def test_a_wrong_gradient_is_seen(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    case, under = Case(Stack(SMALL, 2, "remat", "scan"), ("full",), "grad", "traced", 0), Stack.under
     case.check(Tally.empty())
-    under = Stack.under
-    monkeypatch.setattr(Stack, "under", lambda stack, policy: wrong(under(stack, policy)))
-    with pytest.raises(AssertionError, match=message):
+    monkeypatch.setattr(Stack, "under", lambda stack, policy: with_gradient_times(factor)(under(stack, policy)))
+    with pytest.raises(AssertionError, match="is off by"):
         case.check(Tally.empty())
 
 

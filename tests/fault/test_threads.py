@@ -109,17 +109,6 @@ def test_a_function_may_wait_for_a_thread_that_has_blocks_of_the_same_class() ->
         assert_same(result, expected, 1e-7)
 
 
-def test_residuals_of_different_workloads_at_once_are_those_of_each() -> None:
-    def job(layers: int) -> rj.Workload:
-        loss, params, x = make_loss(layers=layers)
-        return rj.Workload(loss, params, (x,), Mlp)
-
-    every = [(job(layers), policy) for layers in (1, 2) for policy in ("full", "dots", "offload_inputs")]
-    texts = together([lambda job=job, policy=policy: str(rj.residuals(job, policy)) for job, policy in every])
-    assert texts == [str(rj.residuals(job, policy)) for job, policy in every]
-    assert len(set(texts)) == len(every)
-
-
 def test_what_is_compiled_at_once_is_kept_under_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     cache.forget()
     programs = [
