@@ -10,6 +10,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
+from tests import plan_models
 from tests.workloads import mean_square, struct
 
 
@@ -40,3 +41,15 @@ def constrained() -> rj.Workload:
 
 def unchecked() -> rj.Workload:
     return job(nn.remat_scan(Block, lengths=(3,))())
+
+
+def planned() -> rj.Workload:
+    return plan_models.job(scanned=True)
+
+
+def planned_unrolled() -> rj.Workload:
+    return plan_models.job()
+
+
+def step() -> rj.Workload:
+    return rj.Workload.from_step(lambda x: x, 1.0, blocks="layers")

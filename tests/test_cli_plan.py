@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 import typer
@@ -14,24 +15,7 @@ from remat_jax.cli.app import app
 from remat_jax.planning.compile_candidates import Compiler
 from tests.plan_models import job
 
-JOB = """
-from __future__ import annotations
-from tests.plan_models import job as make
-import remat_jax as rj
-
-def job():
-    return make(scanned=True)
-
-def step():
-    return rj.Workload.from_step(lambda x: x, 1.0, blocks="layers")
-"""
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("user") / "train.py"
-    path.write_text(JOB)
-    return path
+FILE = Path(__file__).with_name("cli_jobs.py")
 
 
 def command(*arguments):
@@ -42,9 +26,10 @@ def run(*arguments):
     return command("plan", *arguments)
 
 
-def test_the_plan_is_printed_written_and_drawn(file, tmp_path):
+def test_the_plan_is_printed_written_and_drawn(tmp_path):
     page, saved, plot = tmp_path / "plan.html", tmp_path / "plan.json", tmp_path / "plan.svg"
-    done = run(f"{file}:job", "-b", "9 MiB", "--target", "cpu", "--html", page, "--save", saved, "--plot", plot, "--explain")
+    asked = f"{FILE}:planned", "-b", "9 MiB", "--target", "cpu"
+    done = run(*asked, "--html", page, "--save", saved, "--plot", plot, "--explain")
     assert done.exit_code == 0, done.stderr
     for said in ("Plan for perceptrons on cpu within 9.0 MiB", "MlpLayer 0", "The plan and the named policies", "this plan"):
         assert said in done.stdout
@@ -54,31 +39,30 @@ def test_the_plan_is_printed_written_and_drawn(file, tmp_path):
     assert plot.read_text().startswith("<svg") and "<!doctype html>" in page.read_text()
     for path in (page, saved, plot):
         assert str(path) in done.stdout.replace("\n", "")
-    once_more = run(f"{file}:job", "-b", "9 MiB", "--target", "cpu", "--json")
+    once_more = run(*asked, "--json")
     assert once_more.exit_code == 0
     data = json.loads(once_more.stdout)
     assert data["device_bytes"] <= 9 * 2**20 and data["policies"] == json.loads(saved.read_text())["policies"]
 
 
-def test_the_file_of_a_plan_is_a_policy(file, tmp_path):
-    saved, unrolled = tmp_path / "plan.json", tmp_path / "other.py"
-    unrolled.write_text(file.read_text().replace("scanned=True", "scanned=False"))
+def test_the_file_of_a_plan_is_a_policy(tmp_path):
+    saved = tmp_path / "plan.json"
     made = rj.plan(job(scanned=True), "9 MiB", "cpu")
     made.save(saved)
     policies = ["-p", saved, "-p", "full", "--diff", "full", saved, "--residuals", "--json", "--target", "cpu"]
-    result = command("measure", f"{file}:job", *policies)
+    result = command("measure", f"{FILE}:planned", *policies)
     data = json.loads(result.stdout)
     assert result.exit_code == 0 and [report["policy"] for report in data["reports"]] == [str(saved), "full"]
     assert data["reports"][0]["device_bytes"] == made.device_bytes > data["reports"][1]["device_bytes"]
     assert data["residuals"][0]["policy"] == data["diff"]["after"] == str(saved)
     assert data["diff"]["device_bytes"] == made.device_bytes - data["reports"][1]["device_bytes"]
-    diagnosed = command("doctor", f"{file}:job", "-p", saved, "--target", "none")
+    diagnosed = command("doctor", f"{FILE}:planned", "-p", saved, "--target", "none")
     title = f"perceptrons under {saved} (traced, not compiled): no traps"
     assert diagnosed.exit_code == 0 and title in diagnosed.stdout.replace("\n", ""), diagnosed.stdout
     for name in ("measure", "doctor"):
-        gone = command(name, f"{file}:job", "-p", tmp_path / "none.json")
+        gone = command(name, f"{FILE}:planned", "-p", tmp_path / "none.json")
         assert gone.exit_code == 2 and "no such file; write one with remat-jax plan --save" in gone.stderr
-        wrong = command(name, f"{unrolled}:job", "-p", saved)
+        wrong = command(name, f"{FILE}:planned_unrolled", "-p", saved)
         assert wrong.exit_code == 2 and "Traceback" not in wrong.stderr and "another" in wrong.stderr, wrong.stderr
 
 
@@ -96,8 +80,8 @@ def interrupted(monkeypatch):
     monkeypatch.setattr(Compiler, "compile", compile)
 
 
-def test_an_interrupt_shows_and_saves_the_best_so_far(file, tmp_path, interrupted):
-    done = run(f"{file}:job", "-b", "6 MiB", "--target", "cpu", "--save", tmp_path / "plan.json")
+def test_an_interrupt_shows_and_saves_the_best_so_far(tmp_path, interrupted):
+    done = run(f"{FILE}:planned", "-b", "6 MiB", "--target", "cpu", "--save", tmp_path / "plan.json")
     saved = rj.Plan.load(tmp_path / "plan.json")
     assert done.exit_code == 130 and saved.cut_short and 0 < saved.device_bytes <= 6 * 2**20 and len(saved.tried) == 2
     text = " ".join(done.stdout.split())
@@ -105,8 +89,8 @@ def test_an_interrupt_shows_and_saves_the_best_so_far(file, tmp_path, interrupte
     assert "The search was interrupted; a longer search may find a faster plan" in text and "timeout" not in text
 
 
-def test_an_interrupt_says_how_to_save(file, interrupted):
-    done = run(f"{file}:job", "-b", "6 MiB", "--target", "cpu")
+def test_an_interrupt_says_how_to_save(interrupted):
+    done = run(f"{FILE}:planned", "-b", "6 MiB", "--target", "cpu")
     assert done.exit_code == 130
     assert "Nothing was saved. With --save FILE, Ctrl-C saves the best plan so far." in done.stdout
 
@@ -151,8 +135,8 @@ def test_a_call_from_python_shows_progress_only_in_a_terminal(monkeypatch):
     assert stream.getvalue() == ""
 
 
-def test_what_does_not_fit_exits_3_and_says_the_least(file):
-    done = run(f"{file}:job", "--budget", "3 MiB", "--target", "cpu", "--json")
+def test_what_does_not_fit_exits_3_and_says_the_least():
+    done = run(f"{FILE}:planned", "--budget", "3 MiB", "--target", "cpu", "--json")
     assert done.exit_code == 3
     data = json.loads(done.stdout)
     assert 3 * 2**20 < data["least_bytes"] < 6 * 2**20 and data["held_by"]["parameters"] == 196608
@@ -176,11 +160,11 @@ def test_bad_usage_exits_2_before_the_users_file_is_run(tmp_path, monkeypatch, a
     assert done.exit_code == 2 and message in " ".join(done.stderr.split())
 
 
-def test_what_a_finished_step_cannot_have_is_bad_usage(file):
+def test_what_a_finished_step_cannot_have_is_bad_usage():
     for arguments in (["--allow", "head_in_chunks"], ["--mesh", "data=2", "--target", "2xh200"]):
-        done = run(f"{file}:step", "-b", "9 MiB", "--target", "cpu", *arguments)
+        done = run(f"{FILE}:step", "-b", "9 MiB", "--target", "cpu", *arguments)
         assert done.exit_code == 2 and "is a finished step" in done.stderr
-    done = run(f"{file}:step", "--budget", "9 MiB", "--target", "cpu")
+    done = run(f"{FILE}:step", "--budget", "9 MiB", "--target", "cpu")
     assert done.exit_code == 2 and "block='layers': the glob matches no path of a called module" in done.stderr
 
 
