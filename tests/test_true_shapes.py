@@ -13,7 +13,6 @@ import remat_jax as rj
 from benchmarks.true_shapes import __main__ as command
 from benchmarks.true_shapes import cases, claims, rows
 from remat_jax import compat
-from remat_jax.errors import CompileError
 from tests import plan_models
 
 GB = 10**9
@@ -29,7 +28,6 @@ FULL: dict[str, Any] = {
     "wall_seconds": 1.0,
 }
 OFFLOAD = FULL | {"policy": "offload_inputs", "device_bytes": 50 * GB, "host_bytes": 11 * GB, "residual_device_bytes": GB}
-OFF = FULL | {"policy": "off", "device_bytes": 200 * GB}
 PLAN = FULL | {
     "policy": "plan",
     "device_bytes": 79 * GB,
@@ -45,23 +43,6 @@ INFEASIBLE = {key: value for key, value in FULL.items() if not key.endswith("_by
     "infeasible": 85 * GB,
     "held_by": {"parameters": 41 * GB, "working set: layers": 30 * GB},
 }
-
-
-def test_the_table_has_a_line_for_each_row() -> None:
-    lines = [line.split() for line in claims.table([FULL, OFFLOAD, OFF, PLAN]).splitlines()]
-    assert lines == [
-        ["workload", "target", "budget", "host", "budget", "policy", "device", "kept", "host", "fits", "step", "s", "holds"],
-        ["w", "h100", "80.0", "256.0", "full", "60.0", "12.0", "yes", "1.25", "yes"],
-        ["w", "h100", "80.0", "256.0", "offload_inputs", "50.0", "1.0", "11.0", "yes", "1.50", "yes"],
-        ["w", "h100", "80.0", "256.0", "off", "200.0", "12.0", "no", "0.50", "yes"],
-        ["w", "h100", "80.0", "256.0", "plan", "79.0", "30.0", "5.0", "yes", "0.80", "yes"],
-    ]
-    failed = FULL | {"error": "CompileError: no"}
-    text = claims.table([INFEASIBLE, failed]).splitlines()
-    assert "85.0 at least" in text[1] and "does not compile" in text[2]
-    assert claims.held([PLAN, INFEASIBLE]) == [
-        "w on h100 needs 79.2 GiB at least: parameters 38.2 GiB, working set: layers 27.9 GiB"
-    ]
 
 
 def plan(**changed: Any) -> list[dict[str, Any]]:
@@ -89,16 +70,6 @@ def test_each_claim_can_fail(message, tmp_path, monkeypatch, capsys):
     (tmp_path / "one.json").write_text(json.dumps({"provenance": {"versions": {"jax": "1"}}, "rows": BROKEN[message]}))
     assert command.main(["--show", str(tmp_path / "one.json")]) == 1
     assert f"w on h100, {message}\n" in capsys.readouterr().out
-
-
-def test_rows_of_other_workloads_targets_and_budgets_say_nothing_of_a_row() -> None:
-    assert claims.failures([FULL | {"workload": "v"}, FULL | {"target": "h200"}, OFF, INFEASIBLE]) == []
-    assert claims.failures([FULL, OFFLOAD, OFF, PLAN, OFFLOAD | {"workload": "v"}]) == []
-    assert claims.failures([FULL, INFEASIBLE | {"budget": 50 * GB}]) == []
-    others = [FULL | {"budget": 50 * GB}, FULL | {"host_budget": None}]
-    assert len(claims.failures([FULL, *others, PLAN | {"estimated_seconds": 2.0}])) == 1
-    assert claims.verdict([FULL, PLAN]) == ("All claims hold, of 1 plan among 2 rows.", 0)
-    assert claims.verdict([FULL, OFFLOAD])[1] == 1, "no plan is among the rows"
 
 
 def run(
@@ -134,16 +105,6 @@ def test_where_nothing_fits_the_row_says_what_is_the_least_and_what_takes_it() -
     row = rows.row(job, "plan", rows.Card("cpu", 10**6))
     assert row["infeasible"] > 10**6 and sum(row["held_by"].values()) == row["infeasible"]
     assert "parameters" in row["held_by"] and not claims.fits(row)
-
-
-def test_what_does_not_compile_is_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise CompileError("the compiler\nended: " + "x" * 1000)
-
-    monkeypatch.setattr(rj, "measure", fail)
-    row = rows.row(plan_models.job(scanned=True), "full", rows.Card("cpu", 10**9))
-    assert row["error"].startswith("the compiler ended: xx") and len(row["error"]) == 300
-    assert claims.failures([row]) == [] and "does not compile" in claims.table([row])
 
 
 def test_flags_hold_while_compiling_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
