@@ -131,29 +131,6 @@ def test_a_llama_layer_at_twenty_budgets():
     assert sum(near) >= 18
 
 
-def test_one_layer_and_two_hundred():
-    single, many = (solve(llama(repeats=count), 1e15) for count in (1, 200))
-    assert single.extra_seconds == many.extra_seconds == 0 and len(many.policies) == 200
-    with pytest.raises(InfeasibleBudget, match="the least peak memory found is") as caught:
-        solve(llama(repeats=200), 90e9)
-    least = caught.value.least_bytes
-    assert solve(llama(repeats=200), least * 1.002).peak_bytes <= least * 1.002
-
-
-def test_ten_kinds_of_blocks_share_the_memory():
-    layer = llama().blocks[0]
-    kinds = []
-    for at in range(10):
-        larger = tuple(replace(residual, bytes=residual.bytes * (1 + at / 10)) for residual in layer.residuals)
-        kinds.append(replace(layer, name=f"kind{at}", repeats=4 + at, residuals=larger))
-    stack = Stack(tuple(kinds), None, 85e9)
-    solver = Solver(stack)
-    most = solver.plan().peak_bytes
-    for share in (0.5, 0.8):
-        plan = solver.plan(share * most)
-        assert plan.peak_bytes <= share * most and plan.seconds <= 1.01 * plan.lower_bound
-
-
 def test_a_policy_that_is_made_known_is_not_beaten_by_the_plan():
     """A policy that the solver would not find at any price."""
     block = Block("b", tuple(ResidualCosts(f"r{at}", 10.0 + at, 1.0 + at / 7) for at in range(14)), 1.0, 1.0, repeats=3)

@@ -28,12 +28,6 @@ def test_chen(full_bytes: int, layers: int) -> None:
     assert {result.extra_seconds for result in by_size} == {layers}, "each layer runs forward once more"
 
 
-@pytest.mark.parametrize(("layers", "size"), [(64, 8), (12, 3), (9, 1), (5, 5)])
-def test_layers_without_checkpoints_keep_the_inputs_of_groups_and_one_group(layers: int, size: int) -> None:
-    result = grouping(layers, size, layers, chen(3.0))
-    assert (result.peak_bytes, result.extra_seconds) == (math.ceil(layers / size) + size * 3.0, layers)
-
-
 def test_two_levels_of_checkpoints_need_two_roots() -> None:
     """⌈L / k⌉ + k - 1 inputs and the residuals of one layer, least at √L."""
     layer = GroupedLayer(1.0, 0.0, extra_seconds=1.0)
