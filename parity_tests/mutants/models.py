@@ -14,7 +14,7 @@ import torch
 
 from examples.models import linen
 from parity_tests import support as s
-from parity_tests.mutants import convnet, encdec
+from parity_tests.mutants import convnet
 from parity_tests.third_party import ports as p
 from parity_tests.third_party import test_gpt2, test_llama
 from parity_tests.third_party.ports import Port
@@ -78,23 +78,6 @@ def conv(train: bool = True, **options: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def torch_encoder_decoder() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return encdec.TorchEncoderDecoder().eval()
-
-
-def encoder_decoder(**options: Any) -> dict[str, Any]:
-    """An encoder and decoder of keyword inputs, in evaluation."""
-    return {
-        "torch_module": torch_encoder_decoder(),
-        "flax_module": encdec.EncoderDecoder(),
-        "inputs": encdec.texts(),
-        "rules": encdec.RULES,
-        **options,
-    }
-
-
-@functools.cache
 def original(port: Port) -> torch.nn.Module:
     return p.make_torch(port, "float64")
 
@@ -119,7 +102,6 @@ def named(port: Port, outputs: Any) -> dict[str, Any]:
 MODELS = {
     "decoder": decoder,
     "conv": conv,
-    "encoder-decoder": encoder_decoder,
     "gpt2": functools.partial(transformer, test_gpt2.PORT),
     "llama": functools.partial(transformer, LLAMA),
 }
