@@ -224,26 +224,6 @@ def test_images_statistics_and_convolutions() -> None:
     assert rules.extra == ("1.num_batches_tracked",)
 
 
-def test_recurrent_cells_are_found() -> None:
-    module = torch.nn.LSTM(3, 4, batch_first=True)
-    ours = Flax(lambda m, x: nn.RNN(nn.OptimizedLSTMCell(4, name="cell", **F64))(x))
-    rules = porting.propose(module, ours, random_input(2, 5, 3), torch_call=lambda model, x: model(x)[0])
-    assert found(rules, module)["bias_hh_l0"][1] == "lstm_bias" and len(rules.rules) == 3
-
-
-def test_modules_that_the_outputs_do_not_depend_on_are_named() -> None:
-    def ours(module: nn.Module, x: Any) -> Any:
-        first, second, third = (nn.Dense(4, name=name, **F64) for name in NAMES)
-        third(x)
-        return jnp.tanh(second(jnp.tanh(first(x))))
-
-    module = in_a_row(NAMES[:2])
-    with pytest.warns(RematWarning, match=r"third\.weight, third\.bias: the outputs do not depend on them"):
-        rules = porting.propose(module, Flax(ours), random_input(3, 4))
-    assert found(rules, module)["third.weight"] == ("params/third/kernel", "linear")  # the usual way of a dense layer
-    assert found(rules, module)["second.weight"][0] == "params/second/kernel"
-
-
 def test_an_unused_module_of_one_framework_is_left_over_and_named() -> None:
     with pytest.warns(RematWarning, match=r"only PyTorch has third\.weight, third\.bias; the outputs do not depend on them"):
         rules = porting.propose(in_a_row(NAMES[:2]), in_a_row_flax(NAMES[:2], (False,) * 2), random_input(3, 4))

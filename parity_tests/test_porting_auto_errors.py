@@ -15,7 +15,6 @@ from parity_tests.small_pairs import DENSE, Flax, Torch, linears
 from parity_tests.test_porting_auto import F64, in_a_row, in_a_row_flax, random_input
 from remat_jax import porting
 from remat_jax.errors import PortingError
-from remat_jax.porting.float64 import keep_float64
 
 
 def test_a_function_that_builds_the_model_is_taken_and_errors_say_whose_they_are() -> None:
@@ -42,15 +41,6 @@ def test_what_cannot_be_proved_is_refused_before() -> None:
         porting.propose(torch.nn.Linear(4, 5), nn.Dense(4, **F64), random_input(3, 4))
     with pytest.raises(PortingError, match="expected a module of Linen, NNX, Equinox or Haiku"):
         porting.propose(torch.nn.Linear(4, 4), 3, random_input(3, 4))
-
-
-def test_casts_from_float64_are_left_out() -> None:
-    x = torch.ones(2, dtype=torch.float64)
-    with keep_float64():
-        kept = (x.float(), x.half(), x.to(torch.bfloat16), x.to(dtype=torch.float32), x.softmax(0, dtype=torch.float32))
-        assert {each.dtype for each in kept} == {torch.float64}
-        assert x.long().dtype == torch.int64
-    assert x.float().dtype == torch.float32
 
 
 def angles() -> Any:
