@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -22,10 +22,7 @@ from remat_jax.porting.variables import Variables
 LIMIT = 1e-12
 
 
-@pytest.fixture(autouse=True)
-def x64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 class Answer(NamedTuple):

@@ -7,7 +7,6 @@ import functools
 import html
 import json
 import operator
-import random
 import sys
 import tracemalloc
 import warnings
@@ -24,6 +23,7 @@ from remat_jax.memory.compile.options import GRAPHS, OPTION
 from remat_jax.planning import files
 from remat_jax.planning.model import Model, find_block
 from remat_jax.planning.page import page
+from tests.fault.files import places
 from tests.plan_by_hand import PlannedLayer, plan
 
 
@@ -196,34 +196,21 @@ def test_files_that_cannot_be_read_or_written(tmp_path):
         plan().save(tmp_path / "no" / "plan.json")
 
 
-def places(data, at=()):
-    """Every place in plain data."""
-    yield at
-    for key, value in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
-        yield from places(value, (*at, key))
-
-
-def test_hostile_values_anywhere_raise_our_error_or_load(tmp_path):
-    """Files with null in every place, and files with another value in some; `make fuzz` tries thousands."""
+def test_null_anywhere_raises_our_error_or_loads(tmp_path):
+    """Other values in some places: `tests.fault.files`."""
     made = plan()
     made = replace(made, named=(*made.named, *made.named))  # if several fit, they are compared
-    good = json.loads(json.dumps(made.to_dict()))
-    everywhere = [place for place in places(good) if place]
-    draw, loaded = random.Random(0), []
-    strange = [True, -1, 2**70, 10**400, 1e308, "", "a\nb", "__import__('os')", "*", "@x"]
-    strange += [[], {}, [[]], {"version": 1}, [None] * 3]
-    hostile = [(place, None) for place in everywhere] + [(draw.choice(everywhere), draw.choice(strange)) for _ in range(300)]
-    for (*path, last), value in hostile:
+    good, loaded = json.loads(json.dumps(made.to_dict())), set()
+    for *path, last in filter(None, places(good)):
         data = copy.deepcopy(good)
-        functools.reduce(operator.getitem, path, data)[last] = value
+        functools.reduce(operator.getitem, path, data)[last] = None
         try:
             read_back = rj.Plan.load(write(tmp_path, data))
         except RematError:
             continue
-        loaded.append((last, value))
+        loaded.add(last)
         assert str(read_back) and read_back.explain() and read_back.to_html(tmp_path / "plan.html").stat().st_size > 1000
-    assert {"seconds", "host_budget", "next_gib_seconds", "device_bytes"} <= {last for last, value in loaded if value is None}
-    assert 0 < sum(value is not None for _, value in loaded) < 150
+    assert {"seconds", "host_budget", "next_gib_seconds", "device_bytes"} <= loaded
 
 
 def test_nothing_that_a_file_names_is_imported(tmp_path, monkeypatch):
