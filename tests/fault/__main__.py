@@ -28,7 +28,7 @@ ATTACKS = {
     "cache": ("tests/test_memory_cache.py",),
     "files": ("tests/test_plan_files.py", "tests/fault/test_texts_and_files.py", "tests/fault/test_untrusted.py"),
     "terminal": ("tests/test_terminal.py",),
-    "disks": ("tests/test_scratch.py", "tests/test_write_whole.py"),
+    "disks": ("tests/test_scratch.py",),
     "eager": ("tests/test_shard_map.py",),
     "processes": ("tests/test_process.py", "tests/test_process_left.py"),
     "signals": ("tests/fault/test_interrupts.py",),
