@@ -34,6 +34,7 @@ from tests import shard_map_models
 from tests.plan_by_hand import MIB, plan
 from tests.plan_models import WIDTH, MlpLayer, job
 from tests.planning_models import RATES, Layer, mlp
+from tests.workloads import mean_square, struct
 
 BUDGET = 9 * MIB
 
@@ -57,9 +58,7 @@ class Nested(nn.Module):
 
 
 def nested():
-    model, x = Nested(), jax.ShapeDtypeStruct((2048, WIDTH), jnp.float32)
-    params = jax.eval_shape(model.init, jax.random.key(0), x)
-    return rj.Workload(lambda p, x: jnp.mean(model.apply(p, x) ** 2), params, (x,), MlpLayer, name="nested")
+    return mean_square(Nested(), struct(2048, WIDTH), MlpLayer, name="nested")
 
 
 def test_layers_in_nested_scans_are_planned_alike():
@@ -248,10 +247,7 @@ class Experts(nn.Module):
 
 
 def test_a_constant_that_the_compiler_leaves_whole_does_not_make_its_block_slow() -> None:
-    x = jax.ShapeDtypeStruct((32, 64), jnp.float32)
-    model = Experts()
-    params = jax.eval_shape(model.init, jax.random.key(0), x)
-    job = rj.Workload(lambda params, x: model.apply(params, x).sum(), params, (x,), Experts)
+    job = mean_square(Experts(), struct(32, 64), Experts)
     rates = Rates({"float32": 1e9, "tensorfloat32": 1e9}, 1e9)
     program = block_program(calls(job)[0], rates, stack_passes=3)
     before = flat_cost(program.flat.eqns, program.flat.outputs)
