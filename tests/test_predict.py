@@ -11,10 +11,8 @@ from benchmarks import predict_memory
 from benchmarks.predictor import (
     Predictor,
     compile_policies,
-    least_absolute_deviations,
     random_policies,
 )
-from remat_jax.errors import ArgumentError, PolicyError, UnsupportedError
 from remat_jax.hardware import target
 from tests.small_models import Stack
 from tests.workloads import mean_square, needs_gpu_compiler, struct
@@ -90,44 +88,7 @@ def test_three_points_on_a_plane_give_the_plane_back(job, monkeypatch):
     assert predictor.predict("offload: *up:dot*").temp_bytes == 123_456
 
 
-def test_one_odd_policy_does_not_move_the_others():
-    rows = np.array([[1.0, x] for x in range(10)])
-    values = 3 + 2 * rows[:, 1]
-    values[4] += 1000
-    assert least_absolute_deviations(rows, values) == pytest.approx([3, 2], rel=0.02)
-
-
-def test_random_policies_are_different_reproducible_and_of_every_kind(job):
-    policies = random_policies(job, 6, seed=3)
-    assert len(set(policies)) == 6 and policies == random_policies(job, 6, seed=3) != random_policies(job, 6, seed=4)
-    text = " ".join(policies)
-    assert all(word in text for word in ("save: ", "offload: ", "@inputs", "layers/up:dot_general#0"))
-
-
-def test_what_cannot_be_calibrated_is_an_error(job):
-    with pytest.raises(ArgumentError, match="expected at least two policies"):
-        Predictor(job, "cpu", ["full"])
-    with pytest.raises(ArgumentError, match="calibration=-1"):
-        Predictor(job, "cpu", -1)
-    with pytest.raises(PolicyError, match="calibration holds None"):
-        Predictor(job, "cpu", ["full", None])
-    with pytest.raises(UnsupportedError, match="too few for 8 different policies"):
-        random_policies(mean_square(nn.Dense(8), struct(2, 8), nn.Dense), 8)
-
-
 # The benchmark of another depth.
-
-
-@pytest.mark.parametrize("name", predict_memory.MODELS)
-def test_a_model_has_the_residuals_that_policies_are_drawn_from(name: str) -> None:
-    job = predict_memory.MODELS[name](2)
-    table = rj.residuals(job, "save: @dots")
-    rows, width = (8192, 4096) if name == "mlp" else (4096, 2688)
-    kept = {row.name: row.bytes for row in table if row.action == "save"}
-    assert kept["layers/up:dot_general#0"] == 2 * rows * width * 2, "two layers, two bytes a number"
-    # Only XLA's attention keeps the weights of all pairs.
-    pairs = [row for row in rj.residuals(job, "everything") if row.shape[-2:] == (1024, 1024) and row.shape[1:3] == (1, 4)]
-    assert bool(pairs) == (name == "xla")
 
 
 @needs_gpu_compiler

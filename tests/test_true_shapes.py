@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import remat_jax as rj
 from benchmarks.true_shapes import __main__ as command
 from benchmarks.true_shapes import cases, claims, rows
-from remat_jax import compat
 from tests import plan_models
 
 GB = 10**9
@@ -72,32 +70,20 @@ def test_each_claim_can_fail(message, tmp_path, monkeypatch, capsys):
     assert f"w on h100, {message}\n" in capsys.readouterr().out
 
 
-def run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int, *more: str, commit: str = "a"
-) -> tuple[int, list[dict[str, Any]]]:
-    monkeypatch.setattr(command, "CASES", {"mlp": cases.Case(lambda: plan_models.job(scanned=True), "all")})
-    monkeypatch.setattr(command, "provenance", lambda: {"commit": commit, "versions": {"jax": "1"}})
-    status = command.main(["--targets", f"cpu={budget}+0", "--output", str(tmp_path), "--only", "mlp", *more])
-    return status, json.loads((tmp_path / "true_shapes.json").read_text())["rows"]
-
-
 def test_a_small_model_through_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     job = plan_models.job(scanned=True)
     least, most = (rj.measure(job, policy).device_bytes for policy in ("full", "off"))
     budget = (least + most) // 2
-    status, written = run(tmp_path, monkeypatch, budget, "--policies", "full", "off", "plan")
-    by_policy = {row["policy"]: row for row in written}
+    monkeypatch.setattr(command, "CASES", {"mlp": cases.Case(lambda: job, "all")})
+    monkeypatch.setattr(command, "provenance", lambda: {"commit": "a", "versions": {"jax": "1"}})
+    targets = ["--targets", f"cpu={budget}+0", "--output", str(tmp_path), "--only", "mlp"]
+    status = command.main([*targets, "--policies", "full", "off", "plan"])
+    by_policy = {row["policy"]: row for row in json.loads((tmp_path / "true_shapes.json").read_text())["rows"]}
     assert status == 0 and "All claims hold, of 1 plan among 3 rows." in capsys.readouterr().out
     assert (by_policy["full"]["device_bytes"], by_policy["off"]["device_bytes"]) == (least, most)
     assert least < by_policy["plan"]["device_bytes"] <= budget < most
     assert by_policy["plan"]["estimated_seconds"] < by_policy["plan"]["named_seconds"]["full"]
     assert by_policy["plan"]["trained"] == "all" and by_policy["plan"]["layers"]
-    # Existing rows are not measured again.
-    monkeypatch.setattr(command, "row", lambda work, policy, card: FULL | {"policy": policy})
-    _, again = run(tmp_path, monkeypatch, budget, "--policies", "full", "plan", "dots", "--resume")
-    assert again[:3] == written and [row["policy"] for row in again[3:]] == ["dots"]
-    _, fresh = run(tmp_path, monkeypatch, budget, "--policies", "full", "--resume", commit="b")
-    assert [row["policy"] for row in fresh] == ["full"]
 
 
 def test_where_nothing_fits_the_row_says_what_is_the_least_and_what_takes_it() -> None:
@@ -105,16 +91,3 @@ def test_where_nothing_fits_the_row_says_what_is_the_least_and_what_takes_it() -
     row = rows.row(job, "plan", rows.Card("cpu", 10**6))
     assert row["infeasible"] > 10**6 and sum(row["held_by"].values()) == row["infeasible"]
     assert "parameters" in row["held_by"] and not claims.fits(row)
-
-
-def test_flags_hold_while_compiling_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = f" {cases.NO_SLICE_ANNOTATOR}" if compat.miscompiles_scanned_offload() else ""
-    monkeypatch.setenv("XLA_FLAGS", "--own")
-    with cases.compiling("--other") as flags:
-        assert flags == os.environ["XLA_FLAGS"] == f"--own --other{sound}"
-        assert not compat.miscompiles_scanned_offload()
-    assert os.environ["XLA_FLAGS"] == "--own"
-    monkeypatch.delenv("XLA_FLAGS")
-    with cases.compiling("--other") as flags:
-        assert flags == f"--other{sound}"
-    assert "XLA_FLAGS" not in os.environ

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import remat_jax as rj
-from parity_tests.gallery import __main__ as command
 from parity_tests.gallery.checking import Beside
 from parity_tests.gallery.models import POLICIES
 from parity_tests.gallery.widened import widened
+from tests.workloads import mean_square, struct
 
 LAYERS, ROWS, WIDTH = 2, 64, 8
 AGAIN = {"full": LAYERS, "dots_with_no_batch_dims": 0, "offload_dot_with_no_batch_dims": 0}
@@ -44,18 +44,9 @@ class Toy(nn.Module):
         return scan(Layer(), x, None)[0]
 
 
-def toy() -> rj.Workload:
-    model, x = Toy(), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-
-    def loss(params: Any, x: Any) -> Any:
-        return jnp.mean(model.apply(params, x) ** 2)
-
-    return rj.Workload(loss, jax.eval_shape(model.init, jax.random.key(0), x), (x,), Layer)
-
-
 @pytest.fixture(scope="module")
 def beside() -> Beside:
-    return Beside(toy())
+    return Beside(mean_square(Toy(), struct(ROWS, WIDTH), Layer))
 
 
 def test_right_policies_pass(beside: Beside) -> None:
@@ -78,7 +69,7 @@ def test_a_plan_passes_where_it_computes_again_what_it_says(beside: Beside) -> N
 
 
 def test_a_wrong_gradient_a_wrong_count_and_other_residuals_fail(beside: Beside) -> None:
-    wrong = beside.workload.with_loss(lambda params, x: toy().loss(params, x) * (1 + 2**-20))
+    wrong = beside.workload.with_loss(lambda params, x: beside.workload.loss(params, x) * (1 + 2**-20))
     row = beside.row("full", wrong, AGAIN["full"])
     assert not row.passed and row.error64 == pytest.approx(2**-20, rel=1e-6), "which bfloat16 could not show"
     assert row.again_is_right and row.ratio <= 1.0
@@ -101,9 +92,3 @@ def test_a_widened_program_is_the_program_in_float64() -> None:
         # With constants that float32 holds exactly.
         np.testing.assert_allclose(result, program(jnp.float64(1.5)), rtol=1e-15)
         assert result.dtype == jnp.float64 and float(result) != float(jnp.float32(result))
-
-
-@pytest.mark.parametrize("arguments", [[], ["bert"], ["equinox", "gemmma=gemma"]])
-def test_a_name_that_is_none_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(arguments) == 2
-    assert "choose among equinox, easylm" in capsys.readouterr().err

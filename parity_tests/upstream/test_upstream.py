@@ -1,4 +1,4 @@
-"""Tests without a checkout: the activation against PyTorch, the command's words, the comparison itself."""
+"""Tests without a checkout: the activation against PyTorch, and the comparison itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from examples.models.diffusion import ACTIVATIONS
-from parity_tests.upstream import __main__ as command
 from parity_tests.upstream import comparing
 
 # DiffSynth-Studio's formula, verbatim.
@@ -28,20 +27,6 @@ def test_activations_and_their_slopes_are_pytorchs(name: str, x64: None) -> None
     value, slope = jax.vmap(jax.value_and_grad(ACTIVATIONS[name]))(jnp.asarray(x))
     np.testing.assert_allclose(value, expected.detach(), rtol=0, atol=1e-14)
     np.testing.assert_allclose(slope, given.grad, rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "give --diffsynth, --openpi or both"),
-        (["--diffsynth", "nowhere"], "nowhere: has no folder 'diffsynth'; give the root of a checkout"),
-        (["--openpi", "nowhere"], "nowhere: has no folder 'src/openpi'; give the root of a checkout"),
-    ],
-)
-def test_what_is_no_checkout_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        command.main(arguments)
-    assert caught.value.code == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("spoilt", [None, "output", "w", "b"])
