@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from remat_jax import compat
 from remat_jax.cli.app import app
 from remat_jax.report.document import escaped
 from remat_jax.report.tables import format_bytes, format_difference
 from tests.test_save_report import Tables
+from tests.workloads import needs_gpu_compiler
 
-pytestmark = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+pytestmark = needs_gpu_compiler
 
 JOB = """
 from tests.plan_models import job as stack

@@ -21,10 +21,10 @@ from remat_jax.hardware import target
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
 from tests.small_models import Mlp, Stack, assert_bit_equal, assert_same, times
+from tests.workloads import needs_gpu_compiler
 
 ROWS, LENGTH, WIDTH = 12, 5, 4
 MODEL = Stack(Mlp, 2)
-needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 
 
 def data(dtype: Any = jnp.float64) -> tuple[Any, Any, Any]:
