@@ -10,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 import remat_jax as rj
-from remat_jax import compat
 from remat_jax.cli.app import app
 from remat_jax.errors import ArgumentError, InfeasibleBudget
 from remat_jax.planning import batch as batch_module
@@ -18,6 +17,7 @@ from remat_jax.planning import batches as module
 from remat_jax.planning import loop
 from tests import plan_by_hand
 from tests.plan_models import job
+from tests.workloads import needs_gpu_compiler
 
 KB = 1000
 
@@ -222,7 +222,7 @@ def test_bad_usage_of_the_command(command, name, options, status, message):
     assert done.exit_code == status and message in " ".join(done.stderr.split()), done.stderr
 
 
-@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+@needs_gpu_compiler
 def test_on_a_gpu_times_come_from_the_compiled_schedules():
     (row,) = rj.batches(lambda rows: job(rows, layers=1), "8 MB", "h200", batches=(512,)).rows
     assert row.plan.timed and row.examples_per_second == 512 / row.plan.seconds > 1e6
