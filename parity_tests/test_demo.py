@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from typer.testing import CliRunner
 from examples import demo
 from examples.demo import checks, driver, jax_rows, setting
 from examples.demo.outcome import Check, Evidence, Outcome
-from examples.segments import timing
 from remat_jax.cli.app import app
 from remat_jax.report.tables import render
 
@@ -155,17 +153,6 @@ def test_the_other_models_hold_and_the_gpu_keeps_what_is_offloaded(monkeypatch: 
     assert row(evidence, "JAX Linen", "off").peak_bytes["h200"] > 0
 
 
-def test_step_times_are_medians_relative_to_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "ENOUGH_SECONDS", 0.0)
-
-    def trainer(*seconds: float) -> SimpleNamespace:
-        taken = iter((99.0, *seconds))
-        return SimpleNamespace(step=lambda batch: (0.0, next(taken)))
-
-    trainers = {"off": trainer(0.5, 9.0, 0.5), "slow": trainer(0.75, 0.1, 0.75)}
-    assert timing.relative_times(trainers, [()], rounds=3) == {"off": 1.0, "slow": 1.5}
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -177,11 +164,3 @@ def test_step_times_are_medians_relative_to_off(monkeypatch: pytest.MonkeyPatch)
 def test_wrong_settings_are_refused(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         demo.Setting(**wrong)
-
-
-def test_the_full_demo_has_every_row() -> None:
-    rows = {
-        wanted: sum(len(form.asked) for name in wanted.models for form in wanted.forms(name))
-        for wanted in (demo.Setting(), demo.FULL)
-    }
-    assert list(rows.values()) == [9, 18]
