@@ -131,13 +131,8 @@ class Step(NamedTuple):
 @functools.cache
 def jax_step(case: Case, policy: Any = None) -> Step:
     """The gradient and the output of a Flax model under the case's mode, or under another policy."""
-    return make_jax_step(case, s.parameters(case.model, case.layers == "scan", case.dtype), policy)
-
-
-def make_jax_step(case: Case, tree: dict[str, Any], policy: Any = None, **options: Any) -> Step:
-    """The same with other weights, or other options of the model."""
     scan, (x, target) = case.layers == "scan", s.data(case.model)
-    twin = s.twin(case.model, case.framework, scan, tree, **options)
+    twin = s.twin(case.model, case.framework, scan, s.parameters(case.model, scan, case.dtype))
     block = s.block_of(case.model, case.framework)
 
     def loss(parameters: Any, x: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from flax import nnx
 
+import torch_ref
 from examples import pytorch
-from examples.models import deep_mlp_linen, deep_mlp_scan
+from examples.models import deep_mlp_linen, deep_mlp_nnx, deep_mlp_scan
+from examples.models import weights as w
 from examples.segments import jax_forms, torch_forms
 from examples.segments.setting import Setting
 from parity_tests.support import LIMIT, run
-from remat_jax.cost.count import matmuls
+from remat_jax import checkpoint_blocks
 from remat_jax.parity import float64_error
 
 SMALL = Setting(num_layers=16, hidden_size=12, in_features=7, out_features=3, batch=20, rounds=1, depths=(4,), target=None)
 ACTIVATION, MASK = 20 * 12 * 4, 20 * 12
-
-
-def sqrt_form(num_layers: int) -> jax_forms.Form:
-    forms = jax_forms.forms(SMALL, num_layers)
-    return forms[f"√L uniform, {pytorch.sqrt_segments(num_layers)}"]
-
-
-def nested_form(num_layers: int) -> jax_forms.Form:
-    return next(form for name, form in jax_forms.forms(SMALL, num_layers).items() if name.startswith("nested scan"))
 
 
 # Bytes and executions.
@@ -32,7 +28,7 @@ def nested_form(num_layers: int) -> jax_forms.Form:
 
 @pytest.mark.parametrize(("num_layers", "segments"), [(16, 4), (25, 5)])
 def test_checkpoint_sequential_with_the_square_root(num_layers: int, segments: int) -> None:
-    form = sqrt_form(num_layers)
+    form = jax_forms.forms(SMALL, num_layers)[f"√L uniform, {segments}"]
     kept = jax_forms.saved_bytes(SMALL, form, num_layers)
     assert kept == (segments - 1) * ACTIVATION + (segments - 1) * (2 * ACTIVATION + MASK)
     executed = jax_forms.matmul_count(SMALL, form, num_layers)
@@ -46,7 +42,7 @@ def test_checkpoint_sequential_with_the_square_root(num_layers: int, segments: i
 @pytest.mark.parametrize(("hidden_layers", "segments"), [(16, 4), (64, 8)])
 def test_a_nested_scan_with_the_square_root(hidden_layers: int, segments: int) -> None:
     num_layers = hidden_layers + 2
-    form = nested_form(num_layers)
+    form = next(form for name, form in jax_forms.forms(SMALL, num_layers).items() if name.startswith("nested scan"))
     # The segments' inputs, the last segment's output for the head, and the zeros and the mask of the first layer's ReLU.
     assert jax_forms.saved_bytes(SMALL, form, num_layers) == (segments + 2) * ACTIVATION + MASK
     # Every hidden layer runs twice, also those of the last segment.
@@ -61,26 +57,6 @@ def test_every_form_is_its_closed_form(form: str) -> None:
     jax_form = jax_forms.forms(SMALL)[form]
     assert jax_forms.saved_bytes(SMALL, jax_form) == jax_form.saved_bytes
     assert jax_forms.matmul_count(SMALL, jax_form) == 3 * 16 - 1 + jax_form.recomputed
-
-
-def test_the_number_of_segments_decides_what_a_nested_scan_keeps() -> None:
-    for segments in (1, 2, 7, 14):
-        form = nested_form(16)._replace(fold=lambda tree, count=segments: deep_mlp_scan.fold_layers(tree, count))
-        assert jax_forms.saved_bytes(SMALL, form) == (segments + 2) * ACTIVATION + MASK
-
-
-def test_the_value_of_the_loss_costs_the_head_s_product() -> None:
-    # The loss is linear in the output, so the gradient alone does not need the output: dead-code elimination.
-    job, form = jax_forms.workload(SMALL, sqrt_form(16)), sqrt_form(16)
-    with_value = jax_forms.matmul_count(SMALL, form)
-    assert matmuls(jax.grad(jax_forms.loss_of(form)), job.params, *job.batch) == with_value - 1
-
-
-@pytest.mark.parametrize("form", [name for name, jax_form in jax_forms.forms(SMALL).items() if not jax_form.stacked])
-def test_what_is_timed_executes_every_product(form: str) -> None:
-    jax_form = jax_forms.forms(SMALL)[form]
-    stepper = jax_forms.Stepper(SMALL, jax_form, torch_forms.model_of(SMALL).state_dict())
-    assert stepper.compiled_matmuls() == jax_forms.matmul_count(SMALL, jax_form)
 
 
 # The same numbers.
@@ -115,3 +91,36 @@ def test_the_scan_in_segments_is_the_linen_model() -> None:
     params = model.init(jax.random.key(0), x)["params"]
     folded = deep_mlp_scan.fold_layers(params, 2)
     np.testing.assert_allclose(run(deep_mlp_scan.nested_scan, folded, x), model.apply({"params": params}, x), atol=1e-6)
+
+
+SIZES = {"num_layers": 6, "hidden_size": 7, "in_features": 5, "out_features": 3}
+
+
+@pytest.mark.parametrize(
+    ("scan", "policy", "segments"), [(True, "offload: @dots, @inputs", None), (False, "full", None), (False, "off", 3)]
+)
+def test_its_gradients_are_pytorch_s(scan: bool, policy: str, segments: int | None, x64: None) -> None:
+    torch.manual_seed(0)
+    model, random = pytorch.DeepMLP(**SIZES).double(), np.random.default_rng(1)
+    x, weights = random.normal(size=(4, 5)), random.normal(size=(4, 3))
+    (model(torch.tensor(x), segments=segments) * torch.tensor(weights)).sum().backward()
+    expected = {name: w.as_numpy(parameter.grad) for name, parameter in model.named_parameters()}
+    twin = nnx.eval_shape(lambda: deep_mlp_nnx.DeepMLP(**SIZES, scan=scan, rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(w.load_nnx(twin, w.from_torch(model.state_dict(), "DeepMLP", scan=scan)))
+    how = {"segments": segments} if segments else {}
+
+    def loss(params: nnx.State) -> jax.Array:
+        return jnp.sum(nnx.merge(graph, params)(jnp.asarray(x), **how) * weights)
+
+    applied = loss if policy == "off" else checkpoint_blocks(loss, {deep_mlp_nnx.MlpLayer: policy})
+    gradients = w.gradients_to_torch(w.nnx_tree(run(jax.grad(applied), params)), "DeepMLP")
+    assert float64_error(expected, gradients)[0] <= LIMIT
+
+
+def test_wrong_sizes_are_named() -> None:
+    with pytest.raises(torch_ref.InvalidArgumentError, match="num_layers is 1, expected at least 2"):
+        pytorch.DeepMLP(1)
+    with pytest.raises(ValueError, match="num_layers=2, expected at least 3"):
+        deep_mlp_nnx.DeepMLP(2, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="x has 4 features, expected in_features=5"):
+        deep_mlp_linen.DeepMLP(**SIZES).init(jax.random.key(0), jnp.ones((2, 4)))

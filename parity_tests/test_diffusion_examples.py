@@ -1,4 +1,4 @@
-"""`examples/qwen_image.py` and `examples/wan.py`: every form of both frameworks trains the same; the command; wrong use."""
+"""`examples/qwen_image.py` and `examples/wan.py`: every form of both frameworks trains the same; the command."""
 
 from __future__ import annotations
 
@@ -15,20 +15,13 @@ import torch
 
 from examples.diffusion import command, data, qwen_image, training, wan
 from examples.models.diffusion import pack
-from remat_jax.parity import LOSS_STEPS, TOLERANCES
+from remat_jax.parity import TOLERANCES
 from remat_jax.parity.compiling import compile_options
 
 STEPS = 3
 SIDES = {"qwen_image": qwen_image, "wan": wan}
-FORMS = [
-    ("torch", "off"),
-    ("torch", "checkpoint"),
-    ("torch", "offload"),
-    ("torch", "offload as in DiffSynth-Studio"),
-    ("jax", "off"),
-    ("jax", "checkpoint"),
-    ("jax", "offload"),
-]
+MODES = ("off", "checkpoint", "offload")
+FORMS = [*(("torch", mode) for mode in (*MODES, "offload as in DiffSynth-Studio")), *(("jax", mode) for mode in MODES)]
 sides = pytest.mark.parametrize("name", SIDES)
 
 
@@ -55,15 +48,6 @@ def test_every_form_trains_the_same_and_learns(name: str, rows: Any) -> None:
     for (framework, mode), row in by_form.items():
         assert row["difference"] <= (0 if framework == "torch" else TOLERANCES["loss"].value), (framework, mode)
         assert row["difference"] == np.abs(np.array(row["losses"]) / plain - 1).max()
-
-
-def test_losses_are_compared_as_long_as_their_tolerance_holds(monkeypatch: Any) -> None:
-    losses = [1.0] * LOSS_STEPS
-    monkeypatch.setattr(training, "train_torch", lambda *given: {"losses": [*losses, 1.0], "host": 0})
-    for late, last, expected in ((0.5, 1.0, 0.0), (1.0, 1.5, 0.5)):
-        result = {"losses": [*losses[1:], last, late], "host": 0}
-        monkeypatch.setattr(training, "train_jax", lambda *given, result=result: result)
-        assert {row["difference"] for row in training.run_all(None, [], str)} == {0.0, expected}
 
 
 @sides
@@ -99,10 +83,6 @@ def test_the_command_prints_every_row(name: str, rows: Any, monkeypatch: Any, ca
     worse = [{**row, "difference": float(row["mode"] == "checkpoint")} for row in rows(name).values()]
     monkeypatch.setattr(training, "run_all", lambda *given: worse)
     assert command.main(name, ["--steps", "1", "--json"]) == 1
-
-
-@sides
-def test_bad_usage(name: str, capsys: Any) -> None:
     with pytest.raises(SystemExit, match="2"):
         importlib.import_module(f"examples.{name}").main(["--steps", "0"])
     assert "--steps 0: expected at least 1" in capsys.readouterr().err

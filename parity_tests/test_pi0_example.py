@@ -69,20 +69,6 @@ def _sign(batch: Batch, row: int) -> float:
     return PROMPTS[bytes((prompt[:-8] - 1).astype(np.uint8)).decode()]
 
 
-def test_batches_follow_their_seed_and_need_room_for_their_prompts() -> None:
-    first, same, different = (batches(SMALL, seed, 2, 1)[0] for seed in (5, 5, 6))
-    assert np.array_equal(first.observation.images, same.observation.images)
-    assert not np.array_equal(first.observation.images, different.observation.images)
-    with pytest.raises(ValueError, match="prompt_length=15, vocab_size=257: expected at least 16 and 217"):
-        batches(Pi0Config(prompt_length=15, adaptive=True), 0, 1, 1)
-
-
-def test_bad_usage(capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        pi0.main(["--steps", "0"])
-    assert "--steps 0: expected at least 1" in capsys.readouterr().err
-
-
 def test_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, rows: dict) -> None:
     monkeypatch.setattr(training, "run_all", lambda *args: list(rows.values()))
     status = command.main(["--steps", "1", "--batch", "2", "--json"])
@@ -91,6 +77,11 @@ def test_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
     assert command.main(["--steps", "1", "--batch", "2"]) == status
     printed = capsys.readouterr().out
     assert "PyTorch" in printed and f"{training.FAITHFUL}: nested_container" in printed and "checkpoint: 6 checkp" in printed
+    with pytest.raises(SystemExit, match="2"):
+        pi0.main(["--steps", "0"])
+    assert "--steps 0: expected at least 1" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="prompt_length=15, vocab_size=257: expected at least 16 and 217"):
+        batches(Pi0Config(prompt_length=15, adaptive=True), 0, 1, 1)
 
 
 def test_pi05_trains_the_same() -> None:

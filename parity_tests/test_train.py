@@ -145,13 +145,3 @@ def test_accumulated_gradients_are_those_of_the_whole_batch_in_both(n: int, poli
         found_loss, accumulated = jax_accumulated(n, policy)
     assert abs(found_loss - loss) <= s.LIMIT and difference(accumulated, gradients) <= s.LIMIT
     assert abs(found_loss - whole_loss) <= s.LIMIT and difference(accumulated, whole) <= s.LIMIT
-
-
-def test_the_mean_of_means_is_seen() -> None:
-    model = s.make_torch("ByteDecoder")
-    tokens, targets, kept = (torch.tensor(x) for x in batch())
-    for part in micro_batches((tokens.long(), targets.long(), kept), 4):
-        total, count = torch_summed(model, *part)
-        (total / count / 4).backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert difference(w.from_torch(gradients, "ByteDecoder", scan=True), torch_accumulated(4)[1]) > 0.05

@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 
 import remat_jax as rj
 from examples import byte_decoder
-from remat_jax import compat
 from remat_jax.cli.app import app
 from remat_jax.hardware import target, targets
 from remat_jax.planning import loop
 from remat_jax.policy import NAMED
 from remat_jax.report import format_bytes
 from tests.doc_pages import PAGES, ROOT, commands, run
+from tests.workloads import needs_gpu_compiler
 
 SIZES = "LAYERS, WIDTH, BATCH, LENGTH = 8, 512, 32, 1024"
 
@@ -66,7 +66,7 @@ def test_the_page_on_libraries() -> None:
     assert written["plan"].device_bytes <= 12_000_000 and written["job"].params.layers[0].up.weight.shape == (256, 64)
 
 
-@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+@needs_gpu_compiler
 def test_the_page_on_offload() -> None:
     assert run(text_of("docs/offload.md"), "offload.md", {"__name__": "page"}) == 4
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from remat_jax import compat
 from remat_jax.cli.app import app
 from remat_jax.report.document import escaped
-from remat_jax.report.tables import format_bytes, format_difference, format_flops
-from tests.test_save_report import Tables, table
+from remat_jax.report.tables import format_bytes, format_difference
+from tests.test_save_report import Tables
+from tests.workloads import needs_gpu_compiler
 
-pytestmark = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+pytestmark = needs_gpu_compiler
 
 JOB = """
 from tests.plan_models import job as stack
@@ -119,35 +119,6 @@ def test_the_layers_of_a_plan(shown: Shown) -> None:
         cells = Tables(page).tables["residuals of the layers, as a table"]
         drawn = [row for row in cells if row[1][1] in ("saved", "offloaded", "recomputed")]
         assert [[int(value) for value, _ in row[3:]] for row in drawn] == wanted and any(map(any, wanted))
-
-
-def test_the_policies_of_a_report(shown: Shown) -> None:
-    rows = table(shown.report_page, "policies compared")
-    assert list(rows) == list(shown.policies) and list(rows)[-1] == "the plan"
-    limit, base = shown.in_report["budget"], shown.policies["off"]["seconds"]
-    for name, policy in shown.policies.items():
-        wanted = {
-            "device": format_bytes(policy["device_bytes"]),
-            "temp": format_bytes(policy["temp_bytes"]),
-            "host": format_bytes(policy["host_bytes"]),
-            "kept: device": format_bytes(policy["residual_device_bytes"]),
-            "kept: host": format_bytes(policy["residual_host_bytes"]),
-            "step": format_difference(policy["seconds"], True),
-            "over keeping all": format_difference(policy["extra_seconds"], True),
-            "recomputed": format_flops(policy["recompute_flops"]),
-            "fits": "yes" if policy["device_bytes"] <= limit else "no",
-            "traps": str(len(policy["findings"])),
-        }
-        assert {title: rows[name][title][1] for title in wanted} == wanted
-        assert float(rows[name]["step"][0]) == policy["seconds"] and policy["timed"]
-        assert policy["extra_seconds"] == policy["seconds"] - base
-
-
-def test_what_offload_did_is_in_the_report(shown: Shown) -> None:
-    offloads = [row["receipt"] for row in shown.policies.values() if row["receipt"]]
-    wanted = [[each[f"{name}_bytes"] for name in ("offered", "host", "returned")] for each in offloads]
-    rows = Tables(shown.report_page).tables["offload"][1:]
-    assert [[int(value) for value, _ in cells[1:4]] for cells in rows] == wanted and wanted
 
 
 def test_one_step_has_one_figure_in_a_report(shown: Shown) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from remat_jax.parity.report import ParityReport, page
+from remat_jax.parity.report import ParityReport
 from remat_jax.parity.report_data import MemoryRow, TensorRow
 from tests.browser import Browser, Tab
 from tests.report_pages import parity_report
@@ -110,17 +110,3 @@ def test_it_opens_where_it_went_wrong(tab: Tab) -> None:
     assert opened == ["GPT2LMHeadModel", "h", "2", "ln_2", "3", "attn", "c_attn"]
     # Residuals on device and host, and the peak, in two panels; the peak's bars have one part each.
     assert tab.value("document.querySelectorAll('.broad rect:has(title)').length") == (2 * 2 + 1) * 6
-
-
-def test_a_page_without_its_script_is_seen_to_be_broken(browser: Browser, tmp_path: Path) -> None:
-    broken, text = tmp_path / "broken.html", page(report())
-    assert text.count("<script>") == 1
-    broken.write_text(text.replace("<script>", "<script>undefined.broken;"), encoding="utf-8")
-    tab = browser.open(broken)
-    before = shown(tab, 4)
-    tab.click("#rows th button", nth=4)
-    tab.type("#filter", "bias")
-    assert shown(tab, 4) == before
-    assert "TypeError" in tab.errors[0]
-    broken.write_text(text.replace("<main>", "<main><img src='http://127.0.0.1:9/missing.png'>"), encoding="utf-8")
-    assert len(browser.open(broken).requests) == 2

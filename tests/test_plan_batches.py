@@ -1,4 +1,4 @@
-"""`rj.batches` and `remat-jax batch`: examples per second for each batch, and why a larger batch gains nothing."""
+"""`rj.largest_batch`: the batches that it tries. `rj.batches`: examples per second, and why a larger batch gains nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 import remat_jax as rj
-from remat_jax import compat
 from remat_jax.cli.app import app
 from remat_jax.errors import ArgumentError, InfeasibleBudget
 from remat_jax.planning import batch as batch_module
@@ -18,39 +17,84 @@ from remat_jax.planning import batches as module
 from remat_jax.planning import loop
 from tests import plan_by_hand
 from tests.plan_models import job
+from tests.workloads import needs_gpu_compiler
 
 KB = 1000
 
 
 @pytest.fixture
 def planner(monkeypatch):
-    """A planner that is a formula: 700 bytes a row, and `seconds(rows)`, of which `extra(rows)` is recomputation."""
-    planned = []
+    """A compiler and a planner that are formulas of the rows: the bytes, and the seconds, of which `extra` is recomputation."""
+    asked, planned = [], []
 
-    def install(seconds, extra=lambda rows: 0.0):
+    def install(seconds=float, extra=lambda rows: 0.0, needs=lambda rows: 700 * rows, nothing_compiled_above=10**9):
         def leanest(workload, budget, target, host_budget, *, timeout):
-            size = 700 * workload.batch[0].shape[0]
-            return size, InfeasibleBudget("too large", size) if size > budget else None
+            rows = workload.batch[0].shape[0]
+            asked.append(rows)
+            error = InfeasibleBudget(f"{rows} rows", needs(rows)) if needs(rows) > budget else None
+            return (None if rows > nothing_compiled_above else needs(rows)), error
 
         def plan(workload, budget, *rest, timeout, progress=None):
             rows = workload.batch[0].shape[0]
             planned.append(rows)
-            if 700 * rows > budget:
-                raise InfeasibleBudget(f"{rows} rows", 700 * rows)
+            if needs(rows) > budget:
+                raise InfeasibleBudget(f"{rows} rows", needs(rows))
             total = seconds(rows)
-            values = {"seconds": total, "base_seconds": total - extra(rows), "device_bytes": 700 * rows}
+            values = {"seconds": total, "base_seconds": total - extra(rows), "device_bytes": needs(rows)}
             return plan_by_hand.plan(budget=budget, workload=workload.name, **values)
 
         monkeypatch.setattr(batch_module, "leanest", leanest)
         monkeypatch.setattr(batch_module, "plan", plan)
         monkeypatch.setattr(module, "plan", plan)
-        return planned
+        return asked, planned
 
     return install
 
 
+@pytest.mark.parametrize("start", [1, 7, 300])
+@pytest.mark.parametrize(
+    ("needs", "largest"),
+    [
+        (lambda rows: 10_000 + 700 * rows, 128),
+        (lambda rows: 10_000 + 700 * rows + (3000 if rows % 2 else 0), 128),
+        (lambda rows: 99_000 + rows, 1000),
+        (lambda rows: 1000 * (1 + (rows - 1) // 4), 400),
+        (lambda rows: 7 * rows * rows, 119),
+    ],
+)
+def test_the_largest_batch_is_found(planner, needs, largest, start):
+    asked, _ = planner(needs=needs)
+    answer = rj.largest_batch(job, 100_000, "cpu", start=start)
+    assert answer.batch == largest and needs(largest) <= 100_000 < needs(largest + 1)
+    assert [rows for rows, _ in answer.tried] == asked and len(set(asked)) == len(asked) <= 20
+
+
+def test_where_memory_grows_evenly_few_are_compiled(planner):
+    asked, _ = planner(needs=lambda rows: 10_000 + 700 * rows)
+    assert rj.largest_batch(job, 1_000_000, "cpu").batch == 1414
+    assert len(asked) <= 8
+
+
+def test_batches_too_large_to_compile_are_bisected(planner):
+    planner(needs=lambda rows: 10_000 + 700 * rows, nothing_compiled_above=100)
+    largest = rj.largest_batch(job, 70_000, "cpu")
+    assert largest.batch == 85 and "too large" in str(largest) and largest.to_dict()["batch"] == 85
+
+
+def test_a_batch_of_one_that_does_not_fit(planner):
+    planner(needs=lambda rows: 200_000 + rows)
+    with pytest.raises(InfeasibleBudget, match="1 rows"):
+        rj.largest_batch(job, 100_000, "cpu", start=8)
+
+
+def test_a_jump_in_memory_is_bisected(planner):
+    """Two batches say repeatedly that the limit is just above the smaller one."""
+    asked, _ = planner(needs=lambda rows: rows if rows <= 500 else 1_000_000 + rows)
+    assert rj.largest_batch(job, 2000, "cpu").batch == 500 and len(asked) <= 40
+
+
 def test_powers_of_two_the_largest_batch_and_one_that_does_not_fit(planner):
-    planned = planner(lambda rows: 1.0 + 0.5 * rows)
+    _, planned = planner(lambda rows: 1.0 + 0.5 * rows)
     one_layer = functools.partial(job, layers=1)
     table = rj.batches(one_layer, 70 * KB, "cpu")
     assert [row.batch for row in table.rows] == [1, 2, 4, 8, 16, 32, 64, 100, 101]
@@ -97,7 +141,7 @@ def test_why_a_larger_batch_gains_nothing(planner, seconds, extra, best, why):
 
 
 def test_batches_above_one_that_does_not_fit_are_not_planned(planner):
-    planned = planner(lambda rows: 1.0 + rows)
+    _, planned = planner(lambda rows: 1.0 + rows)
     table = rj.batches(job, 70 * KB, "cpu", batches=[8, 200, 400])
     assert planned == [8, 200] and [row.device_bytes for row in table.rows] == [5600, 140_000, None]
     assert table.why == "Batch 200 does not fit: it needs at least 136.7 KiB, and the budget is 68.4 KiB."
@@ -106,16 +150,21 @@ def test_batches_above_one_that_does_not_fit_are_not_planned(planner):
 
 
 def test_bad_arguments(planner):
-    planner(lambda rows: 1.0)
+    planner(lambda rows: 1.0, needs=lambda rows: 5)
     for bad in ((), "8", 8, (0,), (1.5,), (True,), (2**25,)):
         with pytest.raises(ArgumentError, match="batches=.*: expected batch sizes, whole numbers from 1 to 16777216"):
             rj.batches(job, 70 * KB, "cpu", batches=bad)
-    with pytest.raises(ArgumentError, match="make_workload=3: expected a function"):
-        rj.batches(3, 70 * KB, "cpu")
-    with pytest.raises(ArgumentError, match=r"make_workload\(8\) returned None: expected a remat_jax.Workload"):
-        rj.batches(lambda rows: None, 70 * KB, "cpu", batches=(8,))
+    for call, first in ((rj.largest_batch, 1), (functools.partial(rj.batches, batches=(8,)), 8)):
+        with pytest.raises(ArgumentError, match="make_workload=3: expected a function"):
+            call(3, 70 * KB, "cpu")
+        with pytest.raises(ArgumentError, match=rf"make_workload\({first}\) returned None: expected a remat_jax.Workload"):
+            call(lambda rows: None, 70 * KB, "cpu")
     with pytest.raises(ArgumentError, match="timeout=0: expected a positive number"):
         rj.batches(job, 70 * KB, "cpu", timeout=0)
+    with pytest.raises(ArgumentError, match="a batch of .* still fits; memory does not seem to grow"):
+        rj.largest_batch(lambda rows: job(8), 100_000, "cpu")
+    with pytest.raises(ArgumentError, match="start=0: expected a batch size"):
+        rj.largest_batch(job, 100_000, "cpu", start=0)
 
 
 JOB = """
@@ -173,7 +222,7 @@ def test_bad_usage_of_the_command(command, name, options, status, message):
     assert done.exit_code == status and message in " ".join(done.stderr.split()), done.stderr
 
 
-@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+@needs_gpu_compiler
 def test_on_a_gpu_times_come_from_the_compiled_schedules():
     (row,) = rj.batches(lambda rows: job(rows, layers=1), "8 MB", "h200", batches=(512,)).rows
     assert row.plan.timed and row.examples_per_second == 512 / row.plan.seconds > 1e6

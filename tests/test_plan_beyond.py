@@ -26,6 +26,7 @@ from remat_jax.planning.model import Model
 from remat_jax.planning.problem import describe, describe_outside
 from tests import plan_models
 from tests.plan_by_hand import plan as plan_by_hand
+from tests.workloads import mean_square, needs_gpu_compiler, struct
 
 WIDTH, WORDS = 16, 4096
 
@@ -107,10 +108,7 @@ def test_where_the_blocks_stay_the_same_only_the_rest_is_described_again(change)
 
 def test_nothing_is_outside_blocks_that_are_the_whole_model():
     """Their residuals are written in the traced step, which is not work outside them."""
-    x, model = jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32), nn.Sequential([Layer(), Layer()])
-    params = jax.eval_shape(model.init, jax.random.key(0), x)
-    work = rj.Workload(lambda params, x: (model.apply(params, x) ** 2).mean(), params, (x,), Layer)
-    described = describe(work, "h200")
+    described = describe(mean_square(nn.Sequential([Layer(), Layer()]), struct(4096, WIDTH), Layer), "h200")
     assert described.written_seconds > 0.05 * described.traced_seconds
     assert described.outside_seconds < 0.01 * described.traced_seconds
 
@@ -252,7 +250,7 @@ def test_promises_are_about_the_plans_step_and_not_about_a_faster_one(monkeypatc
     assert len(made.tried) > 1 and made.device_bytes == min(size for _, size in made.tried) and not made.is_maximal
 
 
-@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+@needs_gpu_compiler
 def test_what_is_not_allowed_is_estimated(monkeypatch):
     monkeypatch.setattr(loop, "MOST_COMPILED", 2)
     work = job(rows=64, length=128)

@@ -13,15 +13,20 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
+from remat_jax.cost.cost import flat_cost
 from remat_jax.errors import CompileError, UnsupportedError
+from remat_jax.hardware.rates import Rates
 from remat_jax.memory.compile.process import NotDoneError
 from remat_jax.memory.measure import measure_many
 from remat_jax.planning import compile_candidates
+from remat_jax.planning.blocks import calls
+from remat_jax.planning.division import Shares, divided
 from remat_jax.planning.explain import named_table
 from remat_jax.planning.findings import PlanFinding
 from remat_jax.planning.model import Model as PlannedModel
 from remat_jax.planning.plan_data import Point
 from remat_jax.planning.problem import describe
+from remat_jax.planning.program import block_program
 from remat_jax.planning.solved import Solved
 from remat_jax.report.tables import render
 from remat_jax.workload import Workload
@@ -29,6 +34,7 @@ from tests import shard_map_models
 from tests.plan_by_hand import MIB, plan
 from tests.plan_models import WIDTH, MlpLayer, job
 from tests.planning_models import RATES, Layer, mlp
+from tests.workloads import mean_square, struct
 
 BUDGET = 9 * MIB
 
@@ -52,9 +58,7 @@ class Nested(nn.Module):
 
 
 def nested():
-    model, x = Nested(), jax.ShapeDtypeStruct((2048, WIDTH), jnp.float32)
-    params = jax.eval_shape(model.init, jax.random.key(0), x)
-    return rj.Workload(lambda p, x: jnp.mean(model.apply(p, x) ** 2), params, (x,), MlpLayer, name="nested")
+    return mean_square(Nested(), struct(2048, WIDTH), MlpLayer, name="nested")
 
 
 def test_layers_in_nested_scans_are_planned_alike():
@@ -227,3 +231,33 @@ def test_a_printed_plan_shows_its_notes():
     assert "Not shown: whether [dots] would fit" in str(
         plan(findings=(PlanFinding("not_shown", "info", "Not shown: whether [dots] would fit"),))
     )
+
+
+# A block's program as one device of a mesh runs it.
+
+
+class Experts(nn.Module):
+    """A block that accumulates into zeros, as a dispatch to experts does."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        zeros = jnp.zeros((4, *x.shape))
+        placed = zeros.at[1].add(nn.Dense(64, name="up")(x))
+        return x + nn.Dense(x.shape[-1], name="down")(jnp.sin(placed).sum(0))
+
+
+def test_a_constant_that_the_compiler_leaves_whole_does_not_make_its_block_slow() -> None:
+    job = mean_square(Experts(), struct(32, 64), Experts)
+    rates = Rates({"float32": 1e9, "tensorfloat32": 1e9}, 1e9)
+    program = block_program(calls(job)[0], rates, stack_passes=3)
+    before = flat_cost(program.flat.eqns, program.flat.outputs)
+    names = {name for array in program.arrays for name in array.names}
+    zeros = next(name for name in names if "broadcast_in_dim" in name and name not in program.inputs)
+    everything = dict.fromkeys(names, 1 / 8)
+    eighth, with_whole = (divided(program, Shares(shares, 1 / 8)) for shares in (everything, everything | {zeros: 1.0}))
+    for cost in (eighth.forward, eighth.backward):
+        assert cost.seconds(rates) < program.forward.seconds(rates) + program.backward.seconds(rates)
+    assert with_whole.forward.seconds(rates) == pytest.approx(eighth.forward.seconds(rates))
+    assert with_whole.backward.seconds(rates) == pytest.approx(eighth.backward.seconds(rates))
+    assert flat_cost(program.flat.eqns, program.flat.outputs) == before, "the program that is given stays as it is"
+    assert all(array.share == 1.0 for array in program.arrays)

@@ -9,7 +9,6 @@ from unittest.mock import Mock
 import pytest
 
 import remat_jax as rj
-from remat_jax import compat
 from remat_jax.hardware import target
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
@@ -19,8 +18,9 @@ from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.planning import loop, without_triton
 from remat_jax.planning.candidate import Compiled
 from tests.plan_models import MlpLayer, job
+from tests.workloads import needs_gpu_compiler
 
-pytestmark = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+pytestmark = needs_gpu_compiler
 MIB = 2**20
 MAY_EXCEED = "On the GPU the step may need"
 

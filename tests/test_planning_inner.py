@@ -15,6 +15,7 @@ from remat_jax.planning.outcome import parts_of
 from remat_jax.planning.problem import describe, recompute_flops
 from remat_jax.planning.translate import named_candidate
 from tests.planning_models import WIDTH, step_flops
+from tests.workloads import mean_square, struct
 
 
 class Attends(nn.Module):
@@ -28,8 +29,7 @@ class Attends(nn.Module):
         return x + nn.Dense(WIDTH, use_bias=False, name="out")(long_attention(*heads, chunk=4))
 
 
-def attends(length: int) -> rj.Workload:
-    x, layer = jax.ShapeDtypeStruct((2, length, WIDTH), jnp.float32), Attends()
+def two_of(layer: nn.Module, x: jax.ShapeDtypeStruct) -> rj.Workload:
     params = [jax.eval_shape(layer.init, jax.random.key(0), x) for _ in range(2)]
 
     def loss(params: Any, x: Any) -> Any:
@@ -37,7 +37,11 @@ def attends(length: int) -> rj.Workload:
             x = layer.apply(each, x)
         return jnp.sum(jnp.square(x))
 
-    return rj.Workload(loss, params, (x,), Attends)
+    return rj.Workload(loss, params, (x,), type(layer))
+
+
+def attends(length: int) -> rj.Workload:
+    return two_of(Attends(), struct(2, length, WIDTH))
 
 
 def test_what_a_checkpoint_in_a_loop_computes_again_for_itself_is_not_its_result() -> None:
@@ -91,15 +95,7 @@ class Loops(nn.Module):
     "kind", ["more than its checkpoint", "keeps what it computes", "read by the backward pass alone", "plain"]
 )
 def test_a_loop_is_counted_as_jax_runs_it(kind: str) -> None:
-    x, layer = jax.ShapeDtypeStruct((12, 8, WIDTH), jnp.float32), Loops(kind)
-    params = [jax.eval_shape(layer.init, jax.random.key(0), x) for _ in range(2)]
-
-    def loss(params: Any, x: Any) -> Any:
-        for each in params:
-            x = layer.apply(each, x)
-        return jnp.sum(jnp.square(x))
-
-    job = rj.Workload(loss, params, (x,), Loops)
+    job = two_of(Loops(kind), struct(12, 8, WIDTH))
     flops = recompute_flops(describe(job, "h200"), "full")
     assert flops == step_flops(job, "full") - step_flops(job, "everything") > 0
 
@@ -119,9 +115,7 @@ class Twice(nn.Module):
 
 
 def twice_job(rows: int, *, inner: bool = True) -> rj.Workload:
-    x, model = jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32), nn.Sequential([Twice(inner) for _ in range(3)])
-    params = jax.eval_shape(model.init, jax.random.key(0), x)
-    return rj.Workload(lambda p, x: jnp.square(model.apply(p, x)).sum(), params, (x,), Twice)
+    return mean_square(nn.Sequential([Twice(inner) for _ in range(3)]), struct(rows, WIDTH), Twice)
 
 
 def test_without_a_policy_a_checkpoint_of_the_blocks_own_drops_what_it_drops() -> None:

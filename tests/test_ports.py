@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 
 import remat_jax as rj
 from examples.models import bert, gemma, gpt2, llama, siglip
-from examples.models.transformer import RopeScaling, attention, attention_bias, embed, rotate, rotations, split_heads
+from examples.models.transformer import attention, attention_bias, rotations, split_heads
 
 TOKENS = jax.ShapeDtypeStruct((2, 5), jnp.int32)
 MODELS = {
@@ -53,46 +52,10 @@ def test_a_query_that_may_look_nowhere_is_no_nan() -> None:
     assert attention_bias(None, 3, jnp.float32, causal=False) is None
 
 
-def test_several_query_heads_share_a_key_head_in_order(x64: None) -> None:
-    random = np.random.default_rng(0)
-    query, key, value = (random.normal(size=(1, 3, heads, 4)) for heads in (4, 2, 2))
-    shared = attention(*map(jnp.asarray, (query, key, value)))
-    repeated = attention(jnp.asarray(query), *(jnp.repeat(x, 2, axis=2) for x in (key, value)))
-    assert np.allclose(shared, repeated, rtol=0, atol=1e-15)
-
-
-def test_a_rotation_turns_pairs_by_exact_angles_far_out(x64: None) -> None:
-    """Position 100 003 in float64; as complex numbers of (x[i], x[i + 2])."""
-    x = np.random.default_rng(0).normal(size=(1, 1, 1, 4))
-    turned = rotate(jnp.asarray(x), rotations(jnp.array([[100_003]]), 4, 10000.0, jnp.float64))
-    pairs = (x[..., :2] + 1j * x[..., 2:]) * np.exp(1j * 100_003 * np.array([1, 0.01]))
-    assert np.allclose(turned, np.concatenate([pairs.real, pairs.imag], axis=-1), rtol=0, atol=1e-10)
-
-
 def test_angles_of_bfloat16_are_not_rounded_to_it() -> None:
     """In bfloat16 the positions 256 and 257 are equal; their sines differ."""
     _, sin = rotations(jnp.array([[256, 257]]), 2, 10000.0, jnp.bfloat16)
     assert np.allclose(np.ravel(sin).astype(float), np.sin([256, 257]), atol=2**-8)
-
-
-def test_slow_frequencies_are_stretched() -> None:
-    """Frequencies of 8 turns stay, half a turn is divided by 4, and 2.5 turns, halfway between, get the mean of both."""
-    turns = np.array([8.0, 2.5, 0.5])
-    stretched = RopeScaling(factor=4.0, low=1.0, high=4.0, length=100).apply(turns * 2 * np.pi / 100) * 100 / (2 * np.pi)
-    assert np.allclose(stretched, [8.0, 2.5 * (1 + 1 / 4) / 2, 0.5 / 4])
-
-
-def test_the_padding_token_is_looked_up_but_not_trained() -> None:
-    table = nn.Embed(3, 2)
-    variables = table.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    tokens = jnp.array([[0, 1, 0, 1]])
-
-    def looked_up(variables: Any, padding: int | None) -> jax.Array:
-        return nn.apply(lambda table: embed(table, tokens, padding), table)(variables)
-
-    assert np.array_equal(looked_up(variables, 0), looked_up(variables, None))
-    gradients = jax.grad(lambda v: looked_up(v, 0).sum())(variables)
-    assert np.array_equal(gradients["params"]["embedding"], [[0, 0], [2, 2], [0, 0]])
 
 
 def test_tied_embeddings_keep_no_copy_of_the_table() -> None:

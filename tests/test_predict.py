@@ -1,4 +1,4 @@
-"""Predicted memory against compiled memory, and its parts against closed forms."""
+"""The benchmark of predicted memory: predictions against compiled memory, and its parts against closed forms."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import numpy as np
 import pytest
 
 import remat_jax as rj
+from benchmarks import predict_memory
 from benchmarks.predictor import (
     Predictor,
     compile_policies,
-    full_plus_residuals,
-    least_absolute_deviations,
     random_policies,
 )
-from remat_jax.errors import ArgumentError, PolicyError, UnsupportedError
 from remat_jax.hardware import target
-from remat_jax.memory.residuals import Residual, ResidualTable
 from tests.small_models import Stack
 from tests.workloads import mean_square, needs_gpu_compiler, struct
 
@@ -91,35 +88,12 @@ def test_three_points_on_a_plane_give_the_plane_back(job, monkeypatch):
     assert predictor.predict("offload: *up:dot*").temp_bytes == 123_456
 
 
-def test_one_odd_policy_does_not_move_the_others():
-    rows = np.array([[1.0, x] for x in range(10)])
-    values = 3 + 2 * rows[:, 1]
-    values[4] += 1000
-    assert least_absolute_deviations(rows, values) == pytest.approx([3, 2], rel=0.02)
+# The benchmark of another depth.
 
 
-def test_the_rule_of_thumb_is_full_and_what_is_kept_more():
-    def table(*sizes):
-        return ResidualTable(tuple(Residual(str(n), (n,), "uint8", n, action, "") for n, action in sizes), "")
-
-    full = table((100, "save"), (50, "recompute"))
-    assert full_plus_residuals(full, 1000, table((100, "save"), (50, "save"), (30, "offload"))) == 1050
-    assert full_plus_residuals(full, 1000, table((100, "offload"))) == 900
-
-
-def test_random_policies_are_different_reproducible_and_of_every_kind(job):
-    policies = random_policies(job, 6, seed=3)
-    assert len(set(policies)) == 6 and policies == random_policies(job, 6, seed=3) != random_policies(job, 6, seed=4)
-    text = " ".join(policies)
-    assert all(word in text for word in ("save: ", "offload: ", "@inputs", "layers/up:dot_general#0"))
-
-
-def test_what_cannot_be_calibrated_is_an_error(job):
-    with pytest.raises(ArgumentError, match="expected at least two policies"):
-        Predictor(job, "cpu", ["full"])
-    with pytest.raises(ArgumentError, match="calibration=-1"):
-        Predictor(job, "cpu", -1)
-    with pytest.raises(PolicyError, match="calibration holds None"):
-        Predictor(job, "cpu", ["full", None])
-    with pytest.raises(UnsupportedError, match="too few for 8 different policies"):
-        random_policies(mean_square(nn.Dense(8), struct(2, 8), nn.Dense), 8)
+@needs_gpu_compiler
+def test_another_depth_predicts_the_compiled_memory() -> None:
+    rows = predict_memory.compare(predict_memory.deep_mlp(3), predict_memory.deep_mlp(2), "h200", 1, 0)
+    assert rows and all(row["host_bytes"] == row["residual_host_bytes"] for row in rows)
+    assert all(row["temp_bytes"] > row["residual_device_bytes"] > 0 for row in rows)
+    assert predict_memory.summary(rows, "two layers")["worst"] < 0.15

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-import remat_jax as rj
-from benchmarks.published import tensor
-from benchmarks.published.__main__ import Record, Row, allowed, missed, ratios, recorded, row
-from benchmarks.published.cases import ABSOLUTE, CASES, Case
+from benchmarks.published.__main__ import row
+from benchmarks.published.cases import CASES, Case
 from benchmarks.published.model import Shape, workload
 from benchmarks.published.tpu_cases import GPT3_175B, LLAMA31_8B, LLAMA31_70B, fsdp, maxtext_2023, operations
 
@@ -75,42 +70,3 @@ def test_a_layer_recomputed_as_a_whole_has_its_last_product_again() -> None:
         return str(jax.make_jaxpr(step.function)(*step.arguments)).count("dot_general[")
 
     assert products(True) == products(False) + SMALL.layers
-
-
-def test_dropout_drops_a_tenth_and_its_attention_mask_is_drawn_again() -> None:
-    dropped = np.asarray(tensor._dropped(jnp.ones((8, 64, 64)), jax.random.key(0, impl="rbg")))
-    assert (dropped == 0).mean() == pytest.approx(tensor.DROPOUT_RATE, abs=0.005)
-    np.testing.assert_allclose(dropped[dropped != 0], 1 / 0.9, rtol=1e-6)
-    work = tensor.workload(Shape(1, 64, 256, 8, 0, gated=False, unrolled=True), 2, 32, gpus=1)
-
-    def kept(policy: str) -> int:
-        rows = rj.residuals(work, policy)
-        return sum(row.count for row in rows if row.shape == (2, 8, 32, 32) and row.action != "recompute")
-
-    assert kept("everything") >= 2, "weights and mask"
-    assert kept("dots_with_no_batch_dims") == 0
-
-
-def test_what_misses_is_told_and_a_sixth_may() -> None:
-    cases = [dataclasses.replace(CASES[0], name=str(number), seconds=1.0) for number in range(12)]
-    good = [Row(case, 1 + 0.9 * ABSOLUTE, 1.0) for case in cases]
-    assert missed(good) == {} and allowed(good) == 2
-    assert missed([Row(cases[0], 1 - 1.1 * ABSOLUTE, 1.0), *good[1:]]) == {"0": "time -22 %"}
-    beside = dataclasses.replace(cases[1], seconds=1.3, beside="0")
-    pair = [Row(cases[0], 1.0, 1.0), Row(beside, 1.2, 1.2)]
-    assert [(expected, seen) for _, expected, seen in ratios(pair)] == [(1.3, 1.2)]
-    assert missed(pair) == {"1": "ratio 1.200, published 1.300"} and allowed(pair) == 0
-    alone = [Row(dataclasses.replace(cases[0], seconds=None), 2.0, 2.0), pair[1]]
-    alone[1] = Row(dataclasses.replace(beside, seconds=None, ratio=0.62), 1.2, 1.2)
-    assert missed(alone) == {} and ratios(alone)[0][1:] == (0.62, 0.6)
-
-
-def test_rows_are_recorded_and_a_new_row_replaces_its_old_row(tmp_path: Path) -> None:
-    path = tmp_path / "published.json"
-    first, second = CASES[:2]
-    for added in (Row(first, 9.0, 9.0, 100), Row(second, 1.4, 1.3, 300), Row(first, 0.75, 0.7, 200)):
-        Record(path).add(added, 60.0)
-    assert recorded(path) == [Row(first, 0.75, 0.7, 200), Row(second, 1.4, 1.3, 300)]
-    path.write_text(path.read_text().replace(f'"published_seconds": {first.seconds}', '"published_seconds": 1.5'))
-    with pytest.raises(SystemExit, match="not with this published time"):
-        recorded(path)

@@ -92,6 +92,7 @@ def test_frozen_parameters_cost_what_they_cost_by_hand(frozen: int, count: int) 
 WAYS: dict[str, Callable[..., Any]] = {
     "grad of jit": lambda f, p, x: jax.grad(jax.jit(f))(p, x),
     "vmap": lambda f, p, x: jax.vmap(jax.grad(f), (None, 0))(p, jnp.stack([x, 2 * x])),
+    "grad of vmap": lambda f, p, x: jax.grad(lambda p: jax.vmap(f, (None, 0))(p, jnp.stack([x, x / 2])).sum())(p),
     "forward over reverse": lambda f, p, x: jax.jvp(jax.grad(f), (p, x), (p, x)),
 }
 MORE_WAYS: dict[str, Callable[..., Any]] = {
@@ -113,18 +114,20 @@ def compute(ways: dict[str, Callable[..., Any]], f: Any, params: Any, x: Any) ->
     return jax.jit(lambda: {name: way(f, params, x) for name, way in ways.items()})()
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
 def test_gradients_are_the_plain_ones_in_every_way_of_taking_them(x64: None, scanned: bool) -> None:
     plain, params, x = make_loss(Mlp, scanned=scanned)
     ways = WAYS if scanned else WAYS | MORE_WAYS
     expected = compute(ways, plain, params, x)
-    for policy in ("offload_inputs", "offload: *tanh*; save: @dots"):
+    for policy in ("dots", "offload_inputs", "offload: *tanh*; save: @dots"):
         loss, _, _ = make_loss(rj.remat(Mlp, policy), scanned=scanned)
         actual = compute(ways, loss, params, x)
         for name in ways:
             assert_same(actual[name], expected[name])
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("scanned", "policy"), [(False, "full"), (True, "dots")], ids=["unrolled", "scanned"])
 def test_reverse_mode_twice_is_right_and_through_an_offload_refused(x64: None, scanned: bool, policy: str) -> None:
     plain, params, x = make_loss(Mlp, scanned=scanned)

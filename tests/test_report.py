@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 from pathlib import Path
@@ -183,19 +182,6 @@ def test_peaks_have_a_bar_for_each_value_and_a_note_for_each_gap():
     assert texts(picture, font_style="italic") == ["n/a", "n/a"]
 
 
-def test_half_known_residuals_say_which_half_is_missing():
-    picture = memory_picture([row("PyTorch", "a", 3, None), row("PyTorch", "b", None, 4)])
-    assert texts(picture, font_size="11")[:2] == ["3.0 + n/a", "n/a + 4.0"]
-    assert len(bars(picture, BLUE)) == len(bars(picture, SKY)) == 1
-    assert texts(memory_picture(ROWS), font_size="11")[7:9] == ["14.0 + 104.0", "44.0 + 20.0"]
-
-
-def test_bars_of_one_panel_share_the_unit_of_the_longest():
-    picture = memory_picture([row("JAX", "a", 2048, peaks=(None, 1, 0.5)), row("JAX", "b", 512)])
-    assert [text for text in says(picture) if "device" in text] == ["JAX, a: 2 on the device", "JAX, b: 0.5 on the device"]
-    assert {"kept for the backward pass, GiB", "of one training step, MiB"} <= set(texts(picture))
-
-
 def test_times_have_value_labels_and_missing_ones_no_bar():
     picture = time_picture(ROWS)
     widths = [width for colour in (VERMILLION, BLUE, GREEN) for _, width in bars(picture, colour)]
@@ -210,13 +196,6 @@ def test_times_have_value_labels_and_missing_ones_no_bar():
     assert float(dashed.get("d").split()[0][1:]) == pytest.approx(start + 2 * width, abs=0.02) and start + 2 * width < 1000
 
 
-def test_modes_stand_below_their_framework():
-    picture = time_picture(ROWS)
-    names = texts(picture, text_anchor="end")
-    assert names[:5] == ["PyTorch", "off", "checkpoint", "offload", "JAX Linen"] and len(names) == len(ROWS) + 3
-    assert texts(picture, text_anchor="end", font_weight="bold") == ["PyTorch", "JAX Linen", "JAX NNX"]
-
-
 def test_trade_off_draws_the_measured_points_only():
     picture = trade_off_picture(ROWS)
     torch, linen = says(picture)[:3], says(picture)[3:6]
@@ -226,22 +205,12 @@ def test_trade_off_draws_the_measured_points_only():
     assert f"Not measured, so not drawn: JAX Linen {mode_label(ROWS[8])}, JAX NNX offload" in texts(picture)
 
 
-def test_hollow_points_have_residuals_on_the_host():
-    marks = [mark for mark in root(trade_off_picture(ROWS)).iter(f"{SVG}polygon") if mark.get("stroke") == VERMILLION]
-    assert [mark.get("fill") for mark in marks] == [VERMILLION, VERMILLION, "#ffffff", VERMILLION]  # three points and the key
-
-
 def test_nothing_measured_is_drawn_as_nothing(tmp_path):
     nothing = row("PyTorch", "off", None, None, time=None)
     rows = [nothing, {**nothing, "framework": "JAX", "peak_bytes": None}]
     picture = memory_picture(rows)
     assert says(picture) == [] and texts(picture, font_style="italic") == ["n/a"] * 4
     assert [Path(path).name for path in demo_pictures(rows, tmp_path)] == ["memory.svg", "time.svg"]
-
-
-def test_rows_may_be_dataclass_instances():
-    Row = dataclasses.make_dataclass("Row", list(ROWS[0]))
-    assert texts(time_picture([Row(**given) for given in ROWS[:3]]), font_size="11") == ["1.00×", "1.29×", "1.41×"]
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from remat_jax.memory.hlo.slots import scanned_offload_is_miscompiled
 from tests.gpu_text import Compiled, compile_for_h200
 from tests.overlap_at_rates import read_overlap
 from tests.test_measure import workload
+from tests.workloads import needs_gpu_compiler
 
-needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CURE = "--xla_disable_hlo_passes=dynamic-slice-annotator"
 

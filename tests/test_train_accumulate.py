@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -18,10 +21,10 @@ from remat_jax.hardware import target
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
 from tests.small_models import Mlp, Stack, assert_bit_equal, assert_same, times
+from tests.workloads import needs_gpu_compiler
 
 ROWS, LENGTH, WIDTH = 12, 5, 4
 MODEL = Stack(Mlp, 2)
-needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 
 
 def data(dtype: Any = jnp.float64) -> tuple[Any, Any, Any]:
@@ -291,3 +294,29 @@ def test_unrolled_blocks_are_computed_again_inside_the_loop_over_micro_batches()
 
     hidden = rows // 4 * 4 * width * 4
     assert temp("off") - temp("full") > 2 * hidden
+
+
+# On a mesh every device keeps its own rows, so work and memory are those of one micro-batch.
+
+
+@pytest.fixture(scope="module")
+def told(on_eight_devices: Callable[..., Path]) -> dict[str, Any]:
+    return dict(json.loads(on_eight_devices("tests.accumulate_on_mesh", "told.json").read_text()))
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_device_computes_its_own_rows_and_no_others(told: dict[str, Any], kind: str) -> None:
+    figures = told[kind]
+    assert figures["error"] < 1e-5
+    whole = figures["1"]
+    for n in (2, 4, 8):
+        micro = figures[str(n)]
+        # The loop body counts once; 1 % is for sums of gradients and the rows' addresses.
+        assert micro["flops"] * n == pytest.approx(whole["flops"], rel=0.01)
+        assert micro["temp"] < 0.8 * whole["temp"]
+        assert [micro[name] for name in ("all-gather", "all-to-all", "collective-permute")] == [0, 0, 0]
+
+
+def test_rows_that_explicit_axes_cannot_divide_are_refused(told: dict[str, Any]) -> None:
+    refusal = "a micro-batch of batch[0] has 4 rows, which do not divide over the 8 devices of 'data'; n can be 1, 2, 4, 8;"
+    assert refusal in told["Explicit"]["refusal"] and told["Auto"]["refusal"] == ""

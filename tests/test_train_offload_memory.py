@@ -12,15 +12,14 @@ import optax
 import pytest
 
 import remat_jax as rj
-from remat_jax import compat
 from remat_jax.hardware import target
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.measure import measure_many
 from tests.small_models import Stack
+from tests.workloads import mean_square, needs_gpu_compiler, struct
 
-needs_gpu_compiler = pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
 WIDTH, LAYERS = 1024, 6
 KERNEL = 4 * WIDTH * 4 * WIDTH
 """Bytes of the largest leaf of an unrolled stack; a scanned leaf has six of them."""
@@ -33,9 +32,7 @@ class Block(nn.Module):
 
 
 def workload(tx: Any, *, scan: bool = False, rows: int = 256, **options: Any) -> rj.Workload:
-    model, x = Stack(Block, LAYERS, scan), jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
-    params = jax.eval_shape(model.init, jax.random.key(0), x)
-    return rj.Workload(lambda p, x: (model.apply(p, x) ** 2).mean(), params, (x,), Block, optimizer=tx, **options)
+    return mean_square(Stack(Block, LAYERS, scan), struct(rows, WIDTH), Block, optimizer=tx, **options)
 
 
 def sizes(jobs: dict[str, rj.Workload], policy: str = "full", target_name: str = "h200") -> dict[str, Sizes]:

@@ -19,6 +19,7 @@ from remat_jax.warning import RematWarning
 from tests import plan_by_hand, plan_models, test_nnx
 from tests.small_models import Mlp as LinenBlock
 from tests.small_models import assert_bit_equal, assert_same, make_loss, values
+from tests.workloads import needs_gpu_compiler
 
 ADAM = optax.adam(1e-2, eps=1e-3)
 POLICY = "1 x full | 1 x dots"
@@ -114,7 +115,7 @@ def test_the_compiled_step_has_the_bytes_of_the_workloads_step():
     assert size == rj.measure(job, "full", "cpu").device_bytes > 100_000
 
 
-@pytest.mark.skipif(not compat.gpu_compiler_installed(), reason="XLA's GPU compiler is not installed")
+@needs_gpu_compiler
 def test_on_a_gpu_an_offloaded_state_is_in_host_memory_before_and_after():
     optimizer = rj.offload_optimizer(ADAM)
     job = plan_models.job(128, optimizer=optimizer, layers=1)

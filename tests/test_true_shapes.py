@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ import pytest
 import remat_jax as rj
 from benchmarks.true_shapes import __main__ as command
 from benchmarks.true_shapes import cases, claims, rows
-from remat_jax import compat
-from remat_jax.errors import CompileError
 from tests import plan_models
 
 GB = 10**9
@@ -29,7 +26,6 @@ FULL: dict[str, Any] = {
     "wall_seconds": 1.0,
 }
 OFFLOAD = FULL | {"policy": "offload_inputs", "device_bytes": 50 * GB, "host_bytes": 11 * GB, "residual_device_bytes": GB}
-OFF = FULL | {"policy": "off", "device_bytes": 200 * GB}
 PLAN = FULL | {
     "policy": "plan",
     "device_bytes": 79 * GB,
@@ -45,23 +41,6 @@ INFEASIBLE = {key: value for key, value in FULL.items() if not key.endswith("_by
     "infeasible": 85 * GB,
     "held_by": {"parameters": 41 * GB, "working set: layers": 30 * GB},
 }
-
-
-def test_the_table_has_a_line_for_each_row() -> None:
-    lines = [line.split() for line in claims.table([FULL, OFFLOAD, OFF, PLAN]).splitlines()]
-    assert lines == [
-        ["workload", "target", "budget", "host", "budget", "policy", "device", "kept", "host", "fits", "step", "s", "holds"],
-        ["w", "h100", "80.0", "256.0", "full", "60.0", "12.0", "yes", "1.25", "yes"],
-        ["w", "h100", "80.0", "256.0", "offload_inputs", "50.0", "1.0", "11.0", "yes", "1.50", "yes"],
-        ["w", "h100", "80.0", "256.0", "off", "200.0", "12.0", "no", "0.50", "yes"],
-        ["w", "h100", "80.0", "256.0", "plan", "79.0", "30.0", "5.0", "yes", "0.80", "yes"],
-    ]
-    failed = FULL | {"error": "CompileError: no"}
-    text = claims.table([INFEASIBLE, failed]).splitlines()
-    assert "85.0 at least" in text[1] and "does not compile" in text[2]
-    assert claims.held([PLAN, INFEASIBLE]) == [
-        "w on h100 needs 79.2 GiB at least: parameters 38.2 GiB, working set: layers 27.9 GiB"
-    ]
 
 
 def plan(**changed: Any) -> list[dict[str, Any]]:
@@ -91,42 +70,20 @@ def test_each_claim_can_fail(message, tmp_path, monkeypatch, capsys):
     assert f"w on h100, {message}\n" in capsys.readouterr().out
 
 
-def test_rows_of_other_workloads_targets_and_budgets_say_nothing_of_a_row() -> None:
-    assert claims.failures([FULL | {"workload": "v"}, FULL | {"target": "h200"}, OFF, INFEASIBLE]) == []
-    assert claims.failures([FULL, OFFLOAD, OFF, PLAN, OFFLOAD | {"workload": "v"}]) == []
-    assert claims.failures([FULL, INFEASIBLE | {"budget": 50 * GB}]) == []
-    others = [FULL | {"budget": 50 * GB}, FULL | {"host_budget": None}]
-    assert len(claims.failures([FULL, *others, PLAN | {"estimated_seconds": 2.0}])) == 1
-    assert claims.verdict([FULL, PLAN]) == ("All claims hold, of 1 plan among 2 rows.", 0)
-    assert claims.verdict([FULL, OFFLOAD])[1] == 1, "no plan is among the rows"
-
-
-def run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int, *more: str, commit: str = "a"
-) -> tuple[int, list[dict[str, Any]]]:
-    monkeypatch.setattr(command, "CASES", {"mlp": cases.Case(lambda: plan_models.job(scanned=True), "all")})
-    monkeypatch.setattr(command, "provenance", lambda: {"commit": commit, "versions": {"jax": "1"}})
-    status = command.main(["--targets", f"cpu={budget}+0", "--output", str(tmp_path), "--only", "mlp", *more])
-    return status, json.loads((tmp_path / "true_shapes.json").read_text())["rows"]
-
-
 def test_a_small_model_through_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     job = plan_models.job(scanned=True)
     least, most = (rj.measure(job, policy).device_bytes for policy in ("full", "off"))
     budget = (least + most) // 2
-    status, written = run(tmp_path, monkeypatch, budget, "--policies", "full", "off", "plan")
-    by_policy = {row["policy"]: row for row in written}
+    monkeypatch.setattr(command, "CASES", {"mlp": cases.Case(lambda: job, "all")})
+    monkeypatch.setattr(command, "provenance", lambda: {"commit": "a", "versions": {"jax": "1"}})
+    targets = ["--targets", f"cpu={budget}+0", "--output", str(tmp_path), "--only", "mlp"]
+    status = command.main([*targets, "--policies", "full", "off", "plan"])
+    by_policy = {row["policy"]: row for row in json.loads((tmp_path / "true_shapes.json").read_text())["rows"]}
     assert status == 0 and "All claims hold, of 1 plan among 3 rows." in capsys.readouterr().out
     assert (by_policy["full"]["device_bytes"], by_policy["off"]["device_bytes"]) == (least, most)
     assert least < by_policy["plan"]["device_bytes"] <= budget < most
     assert by_policy["plan"]["estimated_seconds"] < by_policy["plan"]["named_seconds"]["full"]
     assert by_policy["plan"]["trained"] == "all" and by_policy["plan"]["layers"]
-    # Existing rows are not measured again.
-    monkeypatch.setattr(command, "row", lambda work, policy, card: FULL | {"policy": policy})
-    _, again = run(tmp_path, monkeypatch, budget, "--policies", "full", "plan", "dots", "--resume")
-    assert again[:3] == written and [row["policy"] for row in again[3:]] == ["dots"]
-    _, fresh = run(tmp_path, monkeypatch, budget, "--policies", "full", "--resume", commit="b")
-    assert [row["policy"] for row in fresh] == ["full"]
 
 
 def test_where_nothing_fits_the_row_says_what_is_the_least_and_what_takes_it() -> None:
@@ -134,26 +91,3 @@ def test_where_nothing_fits_the_row_says_what_is_the_least_and_what_takes_it() -
     row = rows.row(job, "plan", rows.Card("cpu", 10**6))
     assert row["infeasible"] > 10**6 and sum(row["held_by"].values()) == row["infeasible"]
     assert "parameters" in row["held_by"] and not claims.fits(row)
-
-
-def test_what_does_not_compile_is_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise CompileError("the compiler\nended: " + "x" * 1000)
-
-    monkeypatch.setattr(rj, "measure", fail)
-    row = rows.row(plan_models.job(scanned=True), "full", rows.Card("cpu", 10**9))
-    assert row["error"].startswith("the compiler ended: xx") and len(row["error"]) == 300
-    assert claims.failures([row]) == [] and "does not compile" in claims.table([row])
-
-
-def test_flags_hold_while_compiling_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = f" {cases.NO_SLICE_ANNOTATOR}" if compat.miscompiles_scanned_offload() else ""
-    monkeypatch.setenv("XLA_FLAGS", "--own")
-    with cases.compiling("--other") as flags:
-        assert flags == os.environ["XLA_FLAGS"] == f"--own --other{sound}"
-        assert not compat.miscompiles_scanned_offload()
-    assert os.environ["XLA_FLAGS"] == "--own"
-    monkeypatch.delenv("XLA_FLAGS")
-    with cases.compiling("--other") as flags:
-        assert flags == f"--other{sound}"
-    assert "XLA_FLAGS" not in os.environ

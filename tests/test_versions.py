@@ -1,12 +1,9 @@
-"""What must hold in every version, and the command that runs the tests in each."""
+"""What must hold in every version, and the versions in which the tests run."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
@@ -47,52 +44,3 @@ def test_the_table_has_the_oldest_a_middle_and_the_newest_jax() -> None:
     assert newer >= {(name, flags) for name in ("0.11.2", versions.NEWEST) for flags in ((), versions.REMAT3)}
     assert newer >= {(versions.NEWEST, flags) for flags in (versions.DERIVATIVES, versions.REMAT3 + versions.DERIVATIVES)}
     assert versions.Version(project["requires-python"].removeprefix(">="), lowest, versions.REMAT3) in versions.VERSIONS
-
-
-@pytest.mark.parametrize(("there", "status", "word"), [("0.10.2", 0, "passed"), ("0.11.2", 1, "FAILED")])
-def test_each_version_runs_the_tests_with_its_own_flags_and_its_own_jax(monkeypatch, capsys, there, status, word):
-    calls: list[tuple[Any, list[str], bool]] = []
-
-    def pretend(command: list[Any], cwd: Path, env: dict[str, str], check: bool) -> subprocess.CompletedProcess[str]:
-        flags = [env[flag.upper()] for flag in ("jax_remat3", "jax_custom_jvp3", "jax_custom_vjp3")]
-        calls.append((command, flags, "PYTHONPATH" in env))
-        return subprocess.CompletedProcess(command, 0)
-
-    missing = versions.Version("3.99", "0.10.2", versions.REMAT3)
-    monkeypatch.setattr(versions, "VERSIONS", (versions.VERSIONS[0], missing))
-    monkeypatch.setattr(versions, "interpreter", lambda python: f"python{python}" if python == "3.11" else None)
-    monkeypatch.setattr(versions, "install", lambda version, python: version.folder / python)
-    monkeypatch.setattr(versions, "installed", lambda python: there)
-    monkeypatch.setattr(versions.subprocess, "run", pretend)
-    monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    assert [versions.main([]), versions.main(["--if-there", "-k", "docs", "tests/test_docs.py::test_a"])] == [1, status]
-    printed = capsys.readouterr().out
-    assert f"Python 3.11, JAX 0.10.2, flags jax_remat3: {word}" in printed
-    assert "Python 3.99, JAX 0.10.2, flags jax_remat3: left out, no python3.99 on the path or among pyenv's" in printed
-    assert [(flags, path) for _, flags, path in calls] == [(["1", "0", "0"], False)] * (2 if status == 0 else 0)
-    assert [command[0].name for command, *_ in calls] == ["python3.11"] * len(calls)
-    assert [command[-2:] for command, *_ in calls] == [["tests", "remat_jax"], ["docs", "tests/test_docs.py::test_a"]][
-        : len(calls)
-    ]
-
-
-def test_an_environment_is_made_once_and_the_newest_asked_for_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert versions.installed(Path(sys.executable)) == jax.__version__
-    assert versions.interpreter(f"{sys.version_info.major}.{sys.version_info.minor}") and versions.interpreter("3.99") is None
-    commands: list[list[str]] = []
-
-    def pretend(command: list[Any], check: bool) -> None:
-        commands.append([str(word) for word in command])
-        if "venv" in command:
-            (Path(command[-1]) / "bin").mkdir(parents=True)
-            (Path(command[-1]) / "bin" / "python").touch()
-
-    monkeypatch.setattr(versions, "VENVS", tmp_path)
-    monkeypatch.setattr(versions.subprocess, "run", pretend)
-    fixed, newest = versions.Version("3.12", "0.11.2"), versions.Version("3.12", versions.NEWEST, versions.REMAT3)
-    for version in (fixed, fixed, newest, newest):
-        assert versions.install(version, "python3.12") == version.folder / "bin" / "python"
-    assert ["venv" in words for words in commands] == [True, False, True, False, False]
-    assert [words[7] for words in commands if "install" in words] == ["jax==0.11.2", "jax", "jax"]
-    versions.install(versions.Version("3.12", "0.11.2", versions.REMAT3), "python3.12")
-    assert len(commands) == 5

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -16,7 +14,7 @@ import torch
 from parity_tests.compare import cases as c
 from parity_tests.compare.cases import run
 from parity_tests.small_pairs import Flax, Torch, finding, named
-from remat_jax.errors import ArgumentError, PolicyError, PortingError, UnsupportedError
+from remat_jax.errors import ArgumentError, PolicyError, PortingError
 from remat_jax.parity import Optimizer, compare
 
 LINEAR = "weight -> params/kernel | linear\nbias -> params/bias"
@@ -290,20 +288,6 @@ def test_a_copy_that_the_map_leaves_out_is_named_by_the_tied_parameter() -> None
     assert [row.name for row in report.failed_rows] == ["embed.weight"]
     expected = ("embed", "gradient of weight, the same tensor as head.weight")
     assert named(report, "backward", "torch_path", "what") == expected
-
-
-def test_without_pytorch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    real: Callable[..., Any] = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "torch":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    case = linear()
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UnsupportedError, match=r"pip install 'remat_jax\[torch\]'"):
-        compare(**case)
 
 
 def test_neither_model_is_changed() -> None:

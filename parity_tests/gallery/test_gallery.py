@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -15,10 +12,10 @@ import numpy as np
 import pytest
 
 import remat_jax as rj
-from parity_tests.gallery import __main__ as command
-from parity_tests.gallery.checking import Beside, randomised
+from parity_tests.gallery.checking import Beside
 from parity_tests.gallery.models import POLICIES
 from parity_tests.gallery.widened import widened
+from tests.workloads import mean_square, struct
 
 LAYERS, ROWS, WIDTH = 2, 64, 8
 AGAIN = {"full": LAYERS, "dots_with_no_batch_dims": 0, "offload_dot_with_no_batch_dims": 0}
@@ -47,18 +44,9 @@ class Toy(nn.Module):
         return scan(Layer(), x, None)[0]
 
 
-def toy() -> rj.Workload:
-    model, x = Toy(), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-
-    def loss(params: Any, x: Any) -> Any:
-        return jnp.mean(model.apply(params, x) ** 2)
-
-    return rj.Workload(loss, jax.eval_shape(model.init, jax.random.key(0), x), (x,), Layer)
-
-
 @pytest.fixture(scope="module")
 def beside() -> Beside:
-    return Beside(toy())
+    return Beside(mean_square(Toy(), struct(ROWS, WIDTH), Layer))
 
 
 def test_right_policies_pass(beside: Beside) -> None:
@@ -80,30 +68,14 @@ def test_a_plan_passes_where_it_computes_again_what_it_says(beside: Beside) -> N
     assert not wrong.passed and wrong.error64 == right.error64
 
 
-class TestFaults:
-    """Faults, each planted in one policy."""
-
-    def test_a_wrong_gradient(self, beside: Beside) -> None:
-        wrong = beside.workload.with_loss(lambda params, x: toy().loss(params, x) * (1 + 2**-20))
-        row = beside.row("full", wrong, AGAIN["full"])
-        assert not row.passed and row.error64 == pytest.approx(2**-20, rel=1e-6), "which bfloat16 could not show"
-        assert row.again_is_right and row.ratio <= 1.0
-
-    def test_a_wrong_count(self, beside: Beside) -> None:
-        row = beside.row("full", beside.workload, AGAIN["full"] + 1)
-        assert not row.passed and row.error64 == 0.0 and row.again == AGAIN["full"]
-
-    def test_another_policys_residuals(self, beside: Beside) -> None:
-        row = beside.row("full", beside.workload, AGAIN["full"], table=rj.residuals(beside.workload, "dots"))
-        assert not row.passed and row.table[0] > row.kept[0]
-
-
-def test_every_parameter_is_random() -> None:
-    job = toy()
-    leaves = jax.tree.leaves(randomised(job.params))
-    assert len(leaves) == 4 and all(np.std(leaf) > 0.1 for leaf in leaves)
-    smaller = jax.tree.leaves(randomised(job.params, deviation=0.05))
-    assert all(0.025 < np.std(leaf) < 0.08 for leaf in smaller)
+def test_a_wrong_gradient_a_wrong_count_and_other_residuals_fail(beside: Beside) -> None:
+    wrong = beside.workload.with_loss(lambda params, x: beside.workload.loss(params, x) * (1 + 2**-20))
+    row = beside.row("full", wrong, AGAIN["full"])
+    assert not row.passed and row.error64 == pytest.approx(2**-20, rel=1e-6), "which bfloat16 could not show"
+    assert row.again_is_right and row.ratio <= 1.0
+    assert not beside.row("full", beside.workload, AGAIN["full"] + 1).passed
+    table = rj.residuals(beside.workload, "dots")
+    assert not beside.row("full", beside.workload, AGAIN["full"], table=table).passed
 
 
 def test_a_widened_program_is_the_program_in_float64() -> None:
@@ -120,18 +92,3 @@ def test_a_widened_program_is_the_program_in_float64() -> None:
         # With constants that float32 holds exactly.
         np.testing.assert_allclose(result, program(jnp.float64(1.5)), rtol=1e-15)
         assert result.dtype == jnp.float64 and float(result) != float(jnp.float32(result))
-
-
-@pytest.mark.parametrize("arguments", [[], ["bert"], ["equinox", "gemmma=gemma"]])
-def test_a_name_that_is_none_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(arguments) == 2
-    assert "choose among equinox, easylm" in capsys.readouterr().err
-
-
-def test_the_version_is_that_of_the_first_folder_that_is_a_checkout(tmp_path: Path) -> None:
-    checkout = tmp_path / "openpi" / "src"
-    checkout.mkdir(parents=True)
-    git = ["git", "-C", str(checkout.parent), "-c", "user.name=a", "-c", "user.email=a@b"]
-    subprocess.run([*git, "init", "-q"], check=True)
-    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "a", "--date", "2026-06-16"], check=True)
-    assert ", 20" in command._version("openpi", f"{tmp_path}{os.pathsep}{checkout}"), "a commit and its date"

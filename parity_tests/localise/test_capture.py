@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import remat_jax as rj
 from remat_jax.parity.capture_flax import capture_flax
-from remat_jax.parity.capture_torch import capture_torch
+from remat_jax.parity.capture_torch import _Recorder, capture_torch
 
 X = np.array([[0.5, -2.0, 1.0]])
 
@@ -240,3 +240,14 @@ def test_the_loss_is_a_call_behind_the_model() -> None:
         assert loss is not None and loss.path == "loss" and loss.outputs[0].shape == ()
         assert np.allclose(loss.outputs[0], (loss.inputs[0] ** 2).sum(), rtol=1e-6)
         assert loss.input_cotangents[0] is not None and np.allclose(loss.input_cotangents[0], 2 * loss.inputs[0], rtol=1e-6)
+
+
+def test_a_computed_output_is_copied_although_an_input_is_gone() -> None:
+    """It is not taken for an alias of an input whose identity it has."""
+    recorder = _Recorder({})
+    call = recorder._begin(torch.nn.ReLU(), "relu")
+    for _ in range(20):
+        x = 1 * torch.ones(2, requires_grad=True)
+        recorder._tap([x], call, "input")
+        [output] = recorder._tap([2 * x], call, "output")
+        assert output._base is None  # a copy, and no view

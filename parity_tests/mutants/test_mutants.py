@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 
 from examples.models import gpt2, linen, llama
-from parity_tests.mutants import encdec
 from parity_tests.mutants import models as m
 from parity_tests.mutants import planting as plant
 from parity_tests.mutants.planting import DOUBLED, FLIPPED, Plant, at, detached, fields, given, inside, mapped, output, skipped
@@ -64,16 +63,6 @@ def other_gelu(right: Any) -> Any:
     return lambda x, approximate: right(x, approximate=not approximate)
 
 
-def fewer_buckets(right: Any) -> Any:
-    return lambda distance: right(distance, encdec.BUCKETS // 2)
-
-
-def memory_detached(method: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The decoder's gradient does not reach the encoder."""
-    x, bias, memory, seen = args
-    return method(x, bias, jax.lax.stop_gradient(memory), seen)
-
-
 def mean_square(y: Any) -> Any:
     y = y["logits"] if isinstance(y, dict) else y
     return (y**2).mean()
@@ -91,11 +80,11 @@ def doubled_backwards(y: Any) -> Any:
 
 TIED = "gradient of weight, the same tensor as lm_head.weight"
 NORM = "model.layers.1.self_attn.{}_norm.weight -> params/layers_1/self_attn/{}_norm/scale"
-CROSS = "decoder.layers.0.cross_attn.k.weight -> params/decoder/layers_0/cross_attn/k/kernel"
+OUT = "decoder.layers.1.self_attn.out_proj.weight -> params/layers_1/self_attn/out_proj/kernel"
 
 MUTANTS: dict[str, list[Mutant]] = {
     "a square kernel not transposed": [
-        Mutant("encoder-decoder", mapped(CROSS), "decoder/layers/0/cross_attn/k"),
+        Mutant("decoder", mapped(OUT), "decoder/layers/1/self_attn/out_proj"),
     ],
     "another epsilon": [Mutant("decoder", at("layers_1/norm2", fields(epsilon=1e-6)), "decoder/layers/1/norm2")],
     "the other GELU": [
@@ -113,20 +102,12 @@ MUTANTS: dict[str, list[Mutant]] = {
     "an inverted mask": [
         Mutant("decoder", at("layers_1/self_attn", inside(linen, "attention", only_the_future)), "decoder/layers/1/self_attn"),
         Mutant("gpt2", at("", inside(gpt2, "attention_bias", inverted)), "", "input 1 of 'layers_0'"),
-        Mutant(
-            "encoder-decoder",
-            at("", inside(encdec, "causal_bias", lambda right: lambda near: near)),
-            "",
-            "input bias of 'decoder'",
-        ),
     ],
     "a copy in the place of a tie": [backward("gpt2", at("", inside(gpt2, "unembed", copied)), "transformer/wte", TIED)],
     "rotary pairs permuted": [
         Mutant("llama", at("layers_1/self_attn", inside(llama, "rotate", interleaved)), "model/layers/1/self_attn"),
     ],
-    "other buckets": [Mutant("encoder-decoder", at("relative", inside(encdec, "buckets", fewer_buckets)), "relative")],
     "a sign flipped": [
-        backward("encoder-decoder", at("encoder/layers_0/self_attn/v", FLIPPED), "encoder/layers/0/self_attn/v"),
         backward("conv", at("blocks_0/conv2", FLIPPED), "blocks/0/conv2"),
     ],
     "a gradient doubled": [
@@ -177,7 +158,6 @@ MUTANTS: dict[str, list[Mutant]] = {
     "a layer left out": [Mutant("decoder", at("layers_1", skipped), "decoder/layers/1")],
     "an input detached": [
         backward("llama", at("layers_0/mlp", detached), "model/layers/0/mlp", "gradient of input x"),
-        backward("encoder-decoder", at("decoder", memory_detached), "decoder", "gradient of input memory"),
     ],
 }
 CASES = [pytest.param(mutant, id=f"{fault}, {mutant.model}") for fault, several in MUTANTS.items() for mutant in several]

@@ -36,7 +36,6 @@ RIGHT: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "decoder-nnx": (decoder_nnx, "off"),
     "conv-train-checkpoint": (m.conv, "checkpoint"),
     "conv-evaluation": (lambda: m.conv(train=False), "off"),
-    "encoder-decoder-checkpoint": (m.encoder_decoder, "checkpoint"),
     "gpt2-scan": (lambda: m.transformer(test_gpt2.PORT, scan=True), "checkpoint"),
     "llama-train": (m.MODELS["llama"], "off"),
     "gemma-scan": (lambda: m.transformer(test_gemma.PORT, scan=True), "off"),

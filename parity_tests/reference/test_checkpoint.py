@@ -14,6 +14,7 @@ from torch import nn
 import torch_ref
 from examples import pytorch
 from parity_tests.reference.blocks import Gate, all_equal, call, gradients, live_copies
+from tests.public_names import undocumented
 
 Pair = namedtuple("Pair", "left right")
 
@@ -202,3 +203,8 @@ def test_on_a_gpu(mode):
         assert nbytes == kept[mode] * x.nbytes
     assert r.bytes_on_host == (4 * x.nbytes if mode == "offload" else 0)
     assert r.bytes_released == (3 * x.nbytes if mode == "offload" else 0)
+
+
+@pytest.mark.parametrize("package", ["torch_ref", "examples.pytorch", "examples.pytorch.faithful"])
+def test_every_public_name_has_an_example(package: str) -> None:
+    assert undocumented(package) == []

@@ -56,12 +56,6 @@ def test_a_shared_tensor_is_copied_once_per_use_and_containers_stay():
     assert (r.calls[0].tensors_offered, r.bytes_offered, r.tensors_packed, r.bytes_on_host) == (2, 44, 2, 80)
 
 
-def test_without_gradients_nothing_is_kept():
-    with torch.no_grad(), torch_ref.receipt() as r:
-        faithful(pytorch.ToyModel(), True, True, torch.ones(2, requires_grad=True))
-    assert r.tensors_packed == 0
-
-
 def test_keywords_that_the_checkpoint_knows_never_reach_the_block():
     received: list[dict] = []
 

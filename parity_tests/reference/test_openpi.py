@@ -93,15 +93,9 @@ def test_disabling_does_not_disable(caplog):
     assert run(model, model.layers)[1] == [1] * LAYERS
 
 
-def test_the_training_script_goes_on_without(caplog):
-    with caplog.at_level(logging.INFO):
-        assert faithful.prepare_for_training(faithful.Pi0(decoder()))
-        assert not faithful.prepare_for_training(nn.Linear(2, 2))
-    assert [record.message for record in caplog.records] == [
-        "Enabled gradient checkpointing for PI0Pytorch model",
-        "Enabled gradient checkpointing for memory optimization",
-        "Gradient checkpointing is not supported for this model",
-    ]
+def test_the_training_script_goes_on_without():
+    assert faithful.prepare_for_training(faithful.Pi0(decoder()))
+    assert not faithful.prepare_for_training(nn.Linear(2, 2))
     with pytest.raises(torch_ref.InvalidArgumentError, match=r"Linear without blocks.*Pass blocks=SomeClass.*of Linear"):
         torch_ref.gradient_checkpointing_enable(nn.Linear(2, 2))
 
