@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from remat_jax.solver.policies import BlockPolicy, StackPlan, peak_bytes, stack_plan
+from remat_jax.solver.policies import BlockPolicy, StackPlan, peak_bytes, scans, stack_plan
 from remat_jax.solver.problem import Block, Choice, HostLink, ResidualCosts, Stack
 from remat_jax.solver.solve import Solver, solve
 from remat_jax.solver.table import Prices, cheapest_policy
@@ -19,6 +19,7 @@ __all__ = [
     "StackPlan",
     "cheapest_policy",
     "peak_bytes",
+    "scans",
     "solve",
     "stack_plan",
 ]

@@ -1,7 +1,8 @@
 """Mixes of policies: the best mix for equal layers, and one mix for each of several kinds of blocks.
 
-A mix has at most three runs of consecutive layers, with one policy each. At each layer, the bytes saved by earlier layers plus
-the bytes that the layer needs must fit the budget. A run needs most memory at its last layer, so each run gives one constraint.
+A mix has at most three runs of consecutive layers, with one policy each. At each layer, the bytes saved by earlier layers,
+without their late bytes (`Block.late_bytes`), plus the bytes that the layer needs must fit the budget. A scan allocates the
+bytes of all its layers as one. A run of layers that are not scanned needs most memory at its first or at its last layer.
 `best_mix` fixes three policies in order and the number of layers under the third. Then the time and the constraints are linear
 in the number of layers under the second, so an end of the feasible interval is optimal. All triples of policies are evaluated
 at once as arrays.
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from remat_jax.solver.problem import Block
 from remat_jax.solver.table import EXTRA, HOST, NEED, SAVED, Array
 
 ROUNDING = 1e-12
@@ -30,7 +32,7 @@ COUNTS = 65
 `best_mix` limits the counts of the last run in this way, and then also tries the counts near the best count.
 """
 Runs = tuple[tuple[int, int], ...]
-"""A mix: for each run, the index of its policy and its number of layers."""
+"""A mix: for each run, the index of its policy and its number of layers. A scan is cut between runs of equal policies."""
 _FIRST, _SECOND, _COUNT = 4, 5, 6
 """The columns of a mix after those of `BlockTable.measures`: its two policies, and the number of layers under the first."""
 _BINS = 1024
@@ -46,8 +48,9 @@ class Room:
 
     Attributes:
         budget: bytes of device memory in total.
-        before: bytes in use before the first of these layers.
-        behind: bytes that later blocks need in addition to the bytes saved by these and earlier layers.
+        before: bytes in use before the first of these layers, without the late bytes of earlier layers.
+        behind: bytes that later blocks need in addition to the bytes saved by these and earlier layers, without the late bytes
+            of these and earlier layers.
         host: bytes of host memory left to these layers.
     """
 
@@ -57,30 +60,63 @@ class Room:
     host: float = float("inf")
 
 
-def best_mix(measures: Array, ends: Array, layers: int, room: Room, triples: Array) -> tuple[float, Runs] | None:
+def cuts_help(block: Block, most: int) -> bool:
+    """Whether a mix of at most ``most`` runs may have neighbouring runs of one policy: a scan that is cut needs less memory."""
+    return block.scanned and block.late_bytes > 0 and most > 2
+
+
+def run_peak(block: Block, saved: Array, need: Array, count: Array) -> Array:
+    """The most bytes that a run of ``count`` layers needs, of which each saves ``saved`` bytes and needs ``need`` bytes."""
+    own = (count - 1) * (saved if block.scanned else np.maximum(0.0, saved - block.late_bytes))
+    return np.where(count > 0, own + need, 0.0)
+
+
+def best_mix(
+    block: Block, measures: Array, ends: Array, room: Room, triples: Array, *, cuts: bool = False
+) -> tuple[float, Runs] | None:
     """The extra seconds and the runs of the fastest mix that fits; None if none fits.
 
     Args:
+        block: the kind of block, with the number of layers (`Block.repeats`).
         measures: bytes saved, bytes needed, bytes on the host, extra seconds; shape (policies, 4), from `BlockTable.measures`.
         ends: whether each policy is legal for the last layer, shape (policies,).
-        layers: the number of layers.
-        triples: the policies of three runs in forward order, shape (triples, 3); equal adjacent policies are one run.
+        triples: the policies of three runs in forward order, shape (triples, 3); equal adjacent policies are one run, unless
+            ``cuts`` allows to cut a scan between them.
     """
-    triples = triples[ends[triples[:, 2]]]
+    layers, triples = block.repeats, triples[ends[triples[:, 2]]]
     if not len(triples):
         return None
     last_counts = np.unique(np.linspace(1, layers, min(layers, COUNTS)).round())
-    fastest = _fastest(measures, triples, layers, room, last_counts)
+    fastest = _fastest(block, measures, triples, room, last_counts, cuts)
     if fastest is not None and layers > COUNTS:
         _, near = fastest[1][2]
         beside = np.arange(max(1, near - layers // COUNTS), min(layers, near + layers // COUNTS) + 1)
-        finer = _fastest(measures, triples, layers, room, beside)
+        finer = _fastest(block, measures, triples, room, beside, cuts)
         fastest = min(fastest, finer or fastest, key=lambda mix: mix[0])
     if fastest is None:
         return None
     seconds, runs = fastest
-    equal_runs = itertools.groupby((run for run in runs if run[1]), key=lambda run: run[0])
-    return seconds, tuple((policy, sum(count for _, count in equal)) for policy, equal in equal_runs)
+    return seconds, _joined(block, measures, room, tuple(run for run in runs if run[1]))
+
+
+def _joined(block: Block, measures: Array, room: Room, runs: Runs) -> Runs:
+    """The runs, with neighbours of equal policies joined if they then fit as well."""
+    for at in range(len(runs) - 1, 0, -1):
+        if runs[at - 1][0] == runs[at][0]:
+            joined = (*runs[: at - 1], (runs[at][0], runs[at - 1][1] + runs[at][1]), *runs[at + 1 :])
+            if totals(block, measures, joined)[1] <= (room.budget - room.before) * (1 + ROUNDING):
+                runs = joined
+    return runs
+
+
+def totals(block: Block, measures: Array, runs: Runs) -> tuple[float, float, float]:
+    """Of a mix: the bytes saved without the late bytes, the peak above the memory in use before, and the bytes on the host."""
+    saved = most = host = 0.0
+    for policy, count in runs:
+        each = measures[policy]
+        most = max(most, saved + float(run_peak(block, each[SAVED], each[NEED], np.array(count))))
+        saved, host = saved + count * (each[SAVED] - block.late_bytes), host + count * each[HOST]
+    return saved, most, host
 
 
 def orders(policies: Sequence[int], most: int) -> Array:
@@ -100,24 +136,40 @@ def _with_at_most(most: int, listed: Iterable[tuple[int, ...]]) -> Array:
     return triples[(np.diff(triples, axis=1) != 0).sum(axis=1) < most]
 
 
-def _fastest(measures: Array, triples: Array, layers: int, room: Room, last: Array) -> tuple[float, Runs] | None:
+def _fastest(block: Block, measures: Array, triples: Array, room: Room, last: Array, cuts: bool) -> tuple[float, Runs] | None:
     """Extra seconds and the three runs of the fastest mix; ``last`` has the layer counts to try for the third policy."""
+    layers, late = block.repeats, block.late_bytes
     budget, host = room.budget * (1 + ROUNDING), room.host * (1 + ROUNDING)
     first, second, third = (measures[triples[:, place]][:, :, None] for place in range(3))
     in_first_two = layers - last[None, :]
     # With n layers under the second policy and in_first_two − n under the first, each constraint is constant + n · slope ≤ 0.
     slope = second[:, SAVED] - first[:, SAVED]
-    kept = room.before + in_first_two * first[:, SAVED]
-    saved = kept + last * third[:, SAVED]
+    kept = room.before + in_first_two * (first[:, SAVED] - late)
+    saved = kept + last * (third[:, SAVED] - late)
+    # What earlier layers of the same run keep: in a scan, all that they save, because its late bytes are allocated as one.
+    within = 0.0 if block.scanned else late
+    own = [each[:, SAVED] - within for each in (first, second, third)]
     constraints = [
-        (kept + first[:, NEED] - first[:, SAVED] - budget, -first[:, SAVED]),
-        (kept + second[:, NEED] - second[:, SAVED] - budget, slope),
-        (saved + third[:, NEED] - third[:, SAVED] - budget, slope),
+        (room.before + (in_first_two - 1) * own[0] + first[:, NEED] - budget, -own[0]),
+        (kept - own[1] + second[:, NEED] - budget, own[1] - first[:, SAVED] + late),
+        (kept + (last - 1) * own[2] + third[:, NEED] - budget, slope),
         (saved + room.behind - budget, slope),
     ]
+    if late and not block.scanned:
+        # Without scans, a run may need most memory at its first layer.
+        constraints += [
+            (room.before + first[:, NEED] - budget + 0 * kept, 0.0),
+            (kept + second[:, NEED] - budget, late - first[:, SAVED]),
+            (kept + third[:, NEED] - budget, slope),
+        ]
     if np.isfinite(room.host):
         constraints.append((in_first_two * first[:, HOST] + last * third[:, HOST] - host, second[:, HOST] - first[:, HOST]))
     least, most = np.zeros(saved.shape), np.broadcast_to(in_first_two, saved.shape).astype(float)
+    if late and block.scanned and not cuts:
+        # Neighbouring runs of one policy would be one scan: allow only one of them.
+        same, behind = (np.broadcast_to(triples[:, at, None] == triples[:, at + 1, None], saved.shape) for at in (0, 1))
+        most = np.where(same | behind, 0.0, most)
+        most = np.where(same & behind & (in_first_two > 0), -1.0, most)
     for constant, slopes in constraints:
         slopes = np.broadcast_to(slopes, constant.shape)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -139,32 +191,34 @@ def _fastest(measures: Array, triples: Array, layers: int, room: Room, last: Arr
 
 
 def mixes_of_two(
-    measures: Array, ends: Array, layers: int, policies: Sequence[int], most: int, room: Room, host_price: float
+    block: Block, measures: Array, ends: Array, policies: Sequence[int], most: int, room: Room, host_price: float
 ) -> Array:
     """Mixes of two policies that fit in ``room``, shape (mixes, 7); only single policies if ``most`` is 1.
 
-    The first four columns are those of `BlockTable.measures` for all layers together. Bytes needed are the peak above the
-    memory in use before these layers. Of mixes that save, need and offload nearly the same bytes, only the cheapest is
-    returned.
+    The first four columns are those of `BlockTable.measures` for all layers together, as in `totals`: bytes saved are without
+    the late bytes, and bytes needed are the peak above the memory in use before these layers. Of mixes that save, need and
+    offload nearly the same bytes, only the cheapest is returned.
 
     Args:
+        block: the kind of block, with the number of layers (`Block.repeats`).
         measures: shape (policies, 4), from `BlockTable.measures`.
         ends: whether each policy is legal for the last layer, shape (policies,).
         policies: the indices of the policies to mix.
         host_price: seconds per byte in host memory.
     """
+    layers = block.repeats
     counts = np.unique(np.linspace(0, layers - 1, min(layers, COUNTS)).round()) if most > 1 else np.zeros(1)
     chosen = np.array(policies, int)
     first, second, count = (axis.ravel() for axis in np.meshgrid(chosen, chosen[ends[chosen]], counts, indexing="ij"))
-    keep = (count > 0) | (first == second)
+    keep = np.where(first == second, cuts_help(block, most) | (count == 0), count > 0)
     first, second, count = first[keep], second[keep], count[keep]
     before, after, rest = measures[first], measures[second], layers - count
     mixes = np.zeros((len(first), 7))
-    kept = count * before[:, SAVED]
-    mixes[:, SAVED] = kept + rest * after[:, SAVED]
+    kept = count * (before[:, SAVED] - block.late_bytes)
+    mixes[:, SAVED] = kept + rest * (after[:, SAVED] - block.late_bytes)
     mixes[:, NEED] = np.maximum(
-        np.where(count > 0, kept + before[:, NEED] - before[:, SAVED], 0.0),
-        mixes[:, SAVED] + after[:, NEED] - after[:, SAVED],
+        run_peak(block, before[:, SAVED], before[:, NEED], count),
+        kept + run_peak(block, after[:, SAVED], after[:, NEED], rest),
     )
     for column in (HOST, EXTRA):
         mixes[:, column] = count * before[:, column] + rest * after[:, column]
@@ -184,7 +238,7 @@ def mixes_of_two(
 def runs_of(mix: Array, layers: int) -> Runs:
     """The runs of one row of `mixes_of_two`."""
     first, second, count = map(int, mix[_FIRST:])
-    return ((second, layers),) if first == second or not count else ((first, count), (second, layers - count))
+    return ((first, count), (second, layers - count)) if count else ((second, layers),)
 
 
 def shared(kinds: Sequence[Array], budget: float, host_budget: float, host_price: float) -> list[Array] | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 from remat_jax.errors import PlanningError
 from remat_jax.solver.problem import Block, Choice, HostLink, Stack, all_of
@@ -96,6 +98,7 @@ class StackPlan:
         host_bytes: bytes in host memory.
         extra_seconds: time to keep, recompute and copy residuals.
         lower_bound: the solver's lower bound on the seconds of any plan.
+        cuts: indices of blocks, in forward order, before which a scan is cut although both sides have the same policy.
     """
 
     policies: tuple[BlockPolicy, ...]
@@ -104,19 +107,36 @@ class StackPlan:
     host_bytes: float
     extra_seconds: float
     lower_bound: float = 0.0
+    cuts: tuple[int, ...] = ()
 
 
-def peak_bytes(stack: Stack, policies: Sequence[BlockPolicy]) -> float:
+def scans(blocks: Sequence[Block], keys: Sequence[Any], cuts: Collection[int] = ()) -> list[tuple[int, int]]:
+    """The first block of each scan, and the first block after it.
+
+    Consecutive equal blocks with equal keys, such as their choices, are in one scan, unless it is cut before one of them
+    (`StackPlan.cuts`). A block that is not scanned (`Block.scanned`) is alone.
+    """
+    each = list(zip((block.name for block in blocks), keys, strict=True))
+    joined = (at > 0 and block.scanned and at not in cuts and each[at] == each[at - 1] for at, block in enumerate(blocks))
+    starts = [at for at, is_joined in enumerate(joined) if not is_joined]
+    return list(pairwise([*starts, len(each)]))
+
+
+def peak_bytes(stack: Stack, policies: Sequence[BlockPolicy], cuts: Collection[int] = ()) -> float:
     """A stack's peak device memory: the fixed bytes, plus the largest sum, over the blocks, of a block's transient bytes and
-    the bytes saved by the block and all earlier blocks."""
+    the bytes saved by the block and all earlier blocks, minus the late bytes of the earlier blocks.
+
+    The blocks of one scan (`Block.scanned`) count as one block.
+    """
     kept, peak = stack.fixed_bytes, stack.fixed_bytes
-    for policy in policies:
-        kept += policy.saved_bytes
-        peak = max(peak, kept + policy.transient_bytes)
+    for start, stop in scans([policy.block for policy in policies], [policy.choices for policy in policies], cuts):
+        kept += sum(policy.saved_bytes for policy in policies[start:stop])
+        peak = max(peak, kept + policies[start].transient_bytes)
+        kept -= (stop - start) * policies[start].block.late_bytes
     return peak
 
 
-def stack_plan(stack: Stack, policies: Sequence[BlockPolicy], *, bound: float = 0.0) -> StackPlan:
+def stack_plan(stack: Stack, policies: Sequence[BlockPolicy], *, bound: float = 0.0, cuts: tuple[int, ...] = ()) -> StackPlan:
     """The plan with these policies, one per block; ``bound`` is the solver's lower bound on the extra seconds."""
     runs = stack.runs()
     run_of_block = [at for at, run in enumerate(runs) for _ in range(run.repeats)]
@@ -128,8 +148,9 @@ def stack_plan(stack: Stack, policies: Sequence[BlockPolicy], *, bound: float = 
     return StackPlan(
         policies=checked,
         seconds=stack.base_seconds + extra,
-        peak_bytes=peak_bytes(stack, checked),
+        peak_bytes=peak_bytes(stack, checked, cuts),
         host_bytes=math.fsum(policy.host_bytes for policy in checked),
         extra_seconds=extra,
         lower_bound=stack.base_seconds + min(bound, extra),
+        cuts=cuts,
     )
