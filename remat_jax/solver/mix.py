@@ -8,7 +8,7 @@ in the number of layers under the second, so an end of the feasible interval is 
 at once as arrays.
 
 `shared` divides the memory among several kinds: a multiple-choice knapsack, solved approximately by a dynamic program. Each
-kind uses one mix of two policies. A mix fits if the bytes that it needs plus those saved by earlier kinds are within the
+kind uses one of its `first_mixes`. A mix fits if the bytes that it needs plus those saved by earlier kinds are within the
 budget. The dynamic program goes through the kinds in forward order and keeps the fastest combinations for each amount of saved
 memory. Nearly equal amounts share a bin (`_BINS`), so the program is fast for any number of kinds, but not exact.
 """
@@ -33,12 +33,12 @@ COUNTS = 65
 """
 Runs = tuple[tuple[int, int], ...]
 """A mix: for each run, the index of its policy and its number of layers. A scan is cut between runs of equal policies."""
-_FIRST, _SECOND, _COUNT = 4, 5, 6
-"""The columns of a mix after those of `BlockTable.measures`: its two policies, and the number of layers under the first."""
+_PLACES = 12
+"""The maximum number of places where a scan of lean layers may be cut in the first plan."""
 _BINS = 1024
 """The number of bins of saved memory."""
 _NEED_BINS, _SAVED_BINS, _HOST_BINS = 16, 256, 16
-"""The numbers of bins, for needed, saved and host memory, into which `mixes_of_two` sorts the mixes of one kind. Host memory
+"""The numbers of bins, for needed, saved and host memory, into which `first_mixes` sorts the mixes of one kind. Host memory
 has bins only if it is limited."""
 
 
@@ -190,39 +190,46 @@ def _fastest(block: Block, measures: Array, triples: Array, room: Room, last: Ar
     return float(seconds[row, place]), tuple(zip(map(int, triples[row]), counts, strict=True))
 
 
-def mixes_of_two(
-    block: Block, measures: Array, ends: Array, policies: Sequence[int], most: int, room: Room, host_price: float
+def first_mixes(
+    block: Block,
+    measures: Array,
+    ends: Array,
+    policies: Sequence[int],
+    lean: Sequence[int],
+    most: int,
+    room: Room,
+    host_price: float,
+    *,
+    cuts: bool = False,
 ) -> Array:
-    """Mixes of two policies that fit in ``room``, shape (mixes, 7); only single policies if ``most`` is 1.
+    """Mixes that fit in ``room``, shape (mixes, 10), for the first plan; only single policies if ``most`` is 1.
 
-    The first four columns are those of `BlockTable.measures` for all layers together, as in `totals`: bytes saved are without
-    the late bytes, and bytes needed are the peak above the memory in use before these layers. Of mixes that save, need and
-    offload nearly the same bytes, only the cheapest is returned.
+    They are all mixes of two policies, and where it helps to cut scans, those of three lean ones. The first four columns are
+    those of `BlockTable.measures` for all layers together, as in `totals`: bytes saved are without the late bytes, and bytes
+    needed are the peak above the memory in use before these layers. Of mixes that save, need and offload nearly the same bytes,
+    only the cheapest is returned.
 
     Args:
         block: the kind of block, with the number of layers (`Block.repeats`).
         measures: shape (policies, 4), from `BlockTable.measures`.
         ends: whether each policy is legal for the last layer, shape (policies,).
         policies: the indices of the policies to mix.
+        lean: the indices of the policies to mix in three runs, such as those that need least memory.
         host_price: seconds per byte in host memory.
+        cuts: whether a scan may be cut between two runs of one policy (`cuts_help`).
     """
     layers = block.repeats
     counts = np.unique(np.linspace(0, layers - 1, min(layers, COUNTS)).round()) if most > 1 else np.zeros(1)
     chosen = np.array(policies, int)
     first, second, count = (axis.ravel() for axis in np.meshgrid(chosen, chosen[ends[chosen]], counts, indexing="ij"))
-    keep = np.where(first == second, cuts_help(block, most) | (count == 0), count > 0)
-    first, second, count = first[keep], second[keep], count[keep]
-    before, after, rest = measures[first], measures[second], layers - count
-    mixes = np.zeros((len(first), 7))
-    kept = count * (before[:, SAVED] - block.late_bytes)
-    mixes[:, SAVED] = kept + rest * (after[:, SAVED] - block.late_bytes)
-    mixes[:, NEED] = np.maximum(
-        run_peak(block, before[:, SAVED], before[:, NEED], count),
-        kept + run_peak(block, after[:, SAVED], after[:, NEED], rest),
-    )
-    for column in (HOST, EXTRA):
-        mixes[:, column] = count * before[:, column] + rest * after[:, column]
-    mixes[:, _FIRST], mixes[:, _SECOND], mixes[:, _COUNT] = first, second, count
+    keep = np.where(first == second, cuts | (count == 0), count > 0)
+    mixed = np.stack([first, second, second, count, layers - count, 0 * count], axis=1)[keep]
+    if cuts and layers > 2:
+        places = np.unique(np.linspace(1, layers - 1, min(layers - 1, _PLACES)).round())
+        pairs = [(one, other - one, layers - other) for one, other in itertools.combinations(places, 2)]
+        triples = [triple for triple in itertools.product(lean, repeat=3) if ends[triple[2]]]
+        mixed = np.concatenate([mixed, *(np.array([(*triple, *pair) for pair in pairs]) for triple in triples)])
+    mixes = np.column_stack([_measured(block, measures, mixed), mixed])
     fits = (mixes[:, NEED] <= (room.budget - room.before) * (1 + ROUNDING)) & (mixes[:, HOST] <= room.host * (1 + ROUNDING))
     mixes = mixes[fits]
     if not len(mixes):
@@ -235,17 +242,30 @@ def mixes_of_two(
     return mixes[order[cheapest]]
 
 
-def runs_of(mix: Array, layers: int) -> Runs:
-    """The runs of one row of `mixes_of_two`."""
-    first, second, count = map(int, mix[_FIRST:])
-    return ((first, count), (second, layers - count)) if count else ((second, layers),)
+def _measured(block: Block, measures: Array, mixed: Array) -> Array:
+    """The first four columns of `first_mixes`, from the policies and the lengths of the runs."""
+    columns = np.zeros((len(mixed), 4))
+    for policies, counts in zip(mixed[:, :3].astype(int).T, mixed[:, 3:].T, strict=True):
+        each = measures[policies]
+        peak = columns[:, SAVED] + run_peak(block, each[:, SAVED], each[:, NEED], counts)
+        columns[:, NEED] = np.where(counts > 0, np.maximum(columns[:, NEED], peak), columns[:, NEED])
+        columns[:, SAVED] += counts * (each[:, SAVED] - block.late_bytes)
+        for column in (HOST, EXTRA):
+            columns[:, column] += counts * each[:, column]
+    return columns
+
+
+def runs_of(mix: Array) -> Runs:
+    """The runs of one row of `first_mixes`."""
+    pairs = zip(map(int, mix[4:7]), map(int, mix[7:]), strict=True)
+    return tuple((policy, count) for policy, count in pairs if count)
 
 
 def shared(kinds: Sequence[Array], budget: float, host_budget: float, host_price: float) -> list[Array] | None:
     """One mix per kind: the cheapest combination found that fits both budgets; None if no combination was found.
 
     Args:
-        kinds: for each kind in forward order, its mixes, with the columns of `mixes_of_two`.
+        kinds: for each kind in forward order, its mixes, with the columns of `first_mixes`.
         budget, host_budget: bytes on the device and in host memory, for all kinds together.
         host_price: seconds per byte in host memory.
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.solver.hull import Hull
-from remat_jax.solver.mix import Room, Runs, best_mix, cuts_help, mixes_of_two, orders, orders_beside, runs_of, shared, totals
+from remat_jax.solver.mix import Room, Runs, best_mix, cuts_help, first_mixes, orders, orders_beside, runs_of, shared, totals
 from remat_jax.solver.policies import BlockPolicy, StackPlan, stack_plan
 from remat_jax.solver.problem import Block, Stack, check_budget, check_count
 from remat_jax.solver.table import CHOICES, EXTRA, HOST, NEED, SAVED, Array, Prices
@@ -114,6 +114,7 @@ class _Kind:
 
     def __init__(self, hull: Hull, block: Block, runs: Sequence[int], prices: Sequence[Sequence[Prices]], most: int) -> None:
         self.block, self.layers, self._most = block, block.repeats, min(most, block.repeats)
+        self._cuts = cuts_help(block, most)
         self._prices = list(dict.fromkeys(of_runs[run] for of_runs in prices for run in runs))
         self.host_price = self._prices[-1].host
         self.table, self._last = hull.table(runs[0]), hull.table(runs[-1])
@@ -125,7 +126,7 @@ class _Kind:
         self.codes, self.measures, self.ends = codes, self.table.measures(codes), self._last.legal(codes)
 
     def mixes(self, room: Room) -> Array:
-        """Mixes of two policies for the first plan. The policies are the cheapest ones and those that need least memory.
+        """Mixes for the first plan (`first_mixes`). The policies are the cheapest ones and those that need least memory.
 
         If host memory is limited, the cheapest policies that offload nothing, or least, are among them.
         """
@@ -138,7 +139,10 @@ class _Kind:
                 :3
             ]
         chosen = list(dict.fromkeys([*order, *least, int(self.measures[:, NEED].argmin())]))
-        return mixes_of_two(self.block, self.measures, self.ends, chosen, self._most, room, self.host_price)
+        least = list(dict.fromkeys([*least, int(self.measures[:, NEED].argmin())]))
+        return first_mixes(
+            self.block, self.measures, self.ends, chosen, least, self._most, room, self.host_price, cuts=self._cuts
+        )
 
     def _ordered(self, count: int) -> list[int]:
         """Indices of the ``count`` cheapest policies, and of the ``count // 3`` cheapest that are legal for the last layer."""
@@ -177,7 +181,7 @@ class _Kind:
         return faster
 
     def _take_best(self, room: Room, triples: Array) -> bool:
-        mix = best_mix(self.block, self.measures, self.ends, room, triples, cuts=cuts_help(self.block, self._most))
+        mix = best_mix(self.block, self.measures, self.ends, room, triples, cuts=self._cuts)
         seconds = sum(count * float(self.measures[policy, EXTRA]) for policy, count in self.runs)
         if mix is None or mix[0] >= seconds - _FASTER * abs(seconds):
             return False
@@ -195,7 +199,7 @@ def _share(kinds: Sequence[_Kind], budget: float, whole: Room) -> bool:
     if chosen is None:
         return False
     for kind, mix in zip(kinds, chosen, strict=True):
-        kind.runs = runs_of(mix, kind.layers)
+        kind.runs = runs_of(mix)
     return True
 
 
