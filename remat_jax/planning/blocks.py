@@ -44,8 +44,7 @@ class Call:
         calls or iterations read.
       same: for each input, whether it is the same in all iterations of the scans around the call.
       shared: for each input, whether several blocks or iterations read it. If so, it stays on the device.
-      own: for each input, whether it is one layer's alone and has a gradient of its own: a parameter, or in a scan any scanned
-        array. The gradients of a scan are stacked.
+      rows: for each input, whether it is an iteration's part of a scanned array, such as stacked parameters, and has a gradient.
       rounds: how often the call runs: the product of the trip counts of the scans around it.
       scanned: whether the call is in a scan.
       nested: whether it is in nested scans. If so, its iterations cannot have different policies.
@@ -61,7 +60,7 @@ class Call:
     free: tuple[bool, ...]
     same: tuple[bool, ...]
     shared: tuple[bool, ...]
-    own: tuple[bool, ...]
+    rows: tuple[bool, ...]
     rounds: int
     scanned: bool
     nested: bool
@@ -86,15 +85,15 @@ class Call:
         return avals
 
     @property
-    def gradient_bytes(self) -> int:
-        """The bytes of the gradients that one layer's backward pass adds (`own`).
+    def stacked_bytes(self) -> int:
+        """The bytes of one layer's gradients that a scan stacks (`rows`).
 
-        0 if the layers cannot be cut into scans of their own, which would allocate their gradients one after the other.
+        0 if the scan cannot be cut into scans that allocate these one after the other.
         """
         if self.nested or self.stride != 1:
             return 0
-        own = (aval for aval, own in zip(self.in_avals, self.own, strict=True) if own)
-        return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in own)
+        rows = (aval for aval, row in zip(self.in_avals, self.rows, strict=True) if row)
+        return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in rows)
 
     @property
     def parts(self) -> int:
@@ -106,7 +105,7 @@ class Call:
         """A key that is equal for calls of the same jaxpr with the same types, whatever their module paths."""
         # Flax folds a hash of the module's path into its random keys.
         program = _FOLDED.sub(":u32[]", str(self.block.jaxpr))
-        return self.key, self.live, self.free, self.same, self.shared, self.own, self.scanned, self.batches, program
+        return self.key, self.live, self.free, self.same, self.shared, self.rows, self.scanned, self.batches, program
 
     def layers(self) -> range:
         """The positions of its iterations among all calls of its key, in forward order."""
@@ -153,8 +152,8 @@ def _traced(workload: Workload) -> tuple[Any, list[bool]]:
 class _Source:
     """The origin of an array.
 
-    `argument`: it is an argument of the loss or a view of one. `shared`: all iterations of a loop read it. `row`: an iteration
-    of a scan reads it alone. `readers`: the number of block calls that read it.
+    `argument`: it is an argument of the loss or a view of one. `shared`: all iterations of a loop read it. `row`: it is one
+    iteration's part of a scanned array. `readers`: the number of block calls that read it.
     """
 
     argument: bool = False
@@ -255,7 +254,6 @@ def _calls(marked: Sequence[_MarkedCall]) -> list[Call]:
         )
         stride = alternating[key, place.loops] if place.loops else 1
         live = tuple(live and is_smooth(aval) for live, aval in zip(marked_call.live, block.jaxpr.in_avals, strict=True))
-        of_all = tuple(shared)
         call = Call(
             key=key,
             path=mark.path,
@@ -263,11 +261,8 @@ def _calls(marked: Sequence[_MarkedCall]) -> list[Call]:
             live=live,
             free=tuple(source.free for source in marked_call.sources),
             same=tuple(source.shared for source in marked_call.sources),
-            shared=of_all,
-            own=tuple(
-                flag and not common and (source.row if place.loops else source.argument)
-                for flag, common, source in zip(live, of_all, marked_call.sources, strict=True)
-            ),
+            shared=tuple(shared),
+            rows=tuple(flag and source.row for flag, source in zip(live, marked_call.sources, strict=True)),
             rounds=place.rounds,
             scanned=bool(place.loops),
             nested=len(place.loops) > 1,

@@ -207,8 +207,7 @@ def _block(kind: Kind, chosen: Sequence[Node], working: float) -> solver.Block:
         program.backward.seconds(program.rates),
         working_bytes=working,
         repeats=len(kind.layers),
-        late_bytes=float(program.call.gradient_bytes),
-        scanned=kind.scanned,
+        late_bytes=float(program.call.stacked_bytes),
     )
 
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from remat_jax import compat
 from remat_jax.errors import NoEffectError, PolicyError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory.compile.backends import backend_of
@@ -149,5 +148,4 @@ def _known(
         has_times=backend_of(target).models_time,
         as_written=written,
         kinds=kinds,
-        parameter_bytes=compat.tree_bytes(workload.parameters),
     )

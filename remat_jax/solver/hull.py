@@ -104,7 +104,7 @@ class Hull:
         than if all late bytes were allocated from the start: there are prices of both, and of a case between them.
         """
         bound, prices = self._relaxed(budget, host_budget, 1.0)
-        if not any(block.late_bytes and block.scanned for block in self.stack.blocks):
+        if not any(block.late_bytes for block in self.stack.blocks):
             return bound, [prices]
         return bound, [prices, *(self._relaxed(budget, host_budget, share)[1] for share in _LATE_SHARES)]
 

@@ -1,8 +1,8 @@
 """Mixes of policies: the best mix for equal layers, and one mix for each of several kinds of blocks.
 
 A mix has at most three runs of consecutive layers, with one policy each. At each layer, the bytes saved by earlier layers,
-without their late bytes (`Block.late_bytes`), plus the bytes that the layer needs must fit the budget. A scan allocates the
-bytes of all its layers as one. A run of layers that are not scanned needs most memory at its first or at its last layer.
+without their late bytes (`Block.late_bytes`), plus the bytes that the layer needs must fit the budget. A run needs most memory
+at its last layer: what its layers save is kept until all of them have run backward. So each run gives one constraint.
 `best_mix` fixes three policies in order and the number of layers under the third. Then the time and the constraints are linear
 in the number of layers under the second, so an end of the feasible interval is optimal. All triples of policies are evaluated
 at once as arrays.
@@ -62,13 +62,7 @@ class Room:
 
 def cuts_help(block: Block, most: int) -> bool:
     """Whether a mix of at most ``most`` runs may have neighbouring runs of one policy: a scan that is cut needs less memory."""
-    return block.scanned and block.late_bytes > 0 and most > 2
-
-
-def run_peak(block: Block, saved: Array, need: Array, count: Array) -> Array:
-    """The most bytes that a run of ``count`` layers needs, of which each saves ``saved`` bytes and needs ``need`` bytes."""
-    own = (count - 1) * (saved if block.scanned else np.maximum(0.0, saved - block.late_bytes))
-    return np.where(count > 0, own + need, 0.0)
+    return block.late_bytes > 0 and most > 2
 
 
 def best_mix(
@@ -114,7 +108,7 @@ def totals(block: Block, measures: Array, runs: Runs) -> tuple[float, float, flo
     saved = most = host = 0.0
     for policy, count in runs:
         each = measures[policy]
-        most = max(most, saved + float(run_peak(block, each[SAVED], each[NEED], np.array(count))))
+        most = max(most, saved + (count - 1) * each[SAVED] + each[NEED])
         saved, host = saved + count * (each[SAVED] - block.late_bytes), host + count * each[HOST]
     return saved, most, host
 
@@ -146,26 +140,16 @@ def _fastest(block: Block, measures: Array, triples: Array, room: Room, last: Ar
     slope = second[:, SAVED] - first[:, SAVED]
     kept = room.before + in_first_two * (first[:, SAVED] - late)
     saved = kept + last * (third[:, SAVED] - late)
-    # What earlier layers of the same run keep: in a scan, all that they save, because its late bytes are allocated as one.
-    within = 0.0 if block.scanned else late
-    own = [each[:, SAVED] - within for each in (first, second, third)]
     constraints = [
-        (room.before + (in_first_two - 1) * own[0] + first[:, NEED] - budget, -own[0]),
-        (kept - own[1] + second[:, NEED] - budget, own[1] - first[:, SAVED] + late),
-        (kept + (last - 1) * own[2] + third[:, NEED] - budget, slope),
+        (room.before + (in_first_two - 1) * first[:, SAVED] + first[:, NEED] - budget, -first[:, SAVED]),
+        (kept + second[:, NEED] - second[:, SAVED] - budget, slope + late),
+        (kept + (last - 1) * third[:, SAVED] + third[:, NEED] - budget, slope),
         (saved + room.behind - budget, slope),
     ]
-    if late and not block.scanned:
-        # Without scans, a run may need most memory at its first layer.
-        constraints += [
-            (room.before + first[:, NEED] - budget + 0 * kept, 0.0),
-            (kept + second[:, NEED] - budget, late - first[:, SAVED]),
-            (kept + third[:, NEED] - budget, slope),
-        ]
     if np.isfinite(room.host):
         constraints.append((in_first_two * first[:, HOST] + last * third[:, HOST] - host, second[:, HOST] - first[:, HOST]))
     least, most = np.zeros(saved.shape), np.broadcast_to(in_first_two, saved.shape).astype(float)
-    if late and block.scanned and not cuts:
+    if late and not cuts:
         # Neighbouring runs of one policy would be one scan: allow only one of them.
         same, behind = (np.broadcast_to(triples[:, at, None] == triples[:, at + 1, None], saved.shape) for at in (0, 1))
         most = np.where(same | behind, 0.0, most)
@@ -247,8 +231,8 @@ def _measured(block: Block, measures: Array, mixed: Array) -> Array:
     columns = np.zeros((len(mixed), 4))
     for policies, counts in zip(mixed[:, :3].astype(int).T, mixed[:, 3:].T, strict=True):
         each = measures[policies]
-        peak = columns[:, SAVED] + run_peak(block, each[:, SAVED], each[:, NEED], counts)
-        columns[:, NEED] = np.where(counts > 0, np.maximum(columns[:, NEED], peak), columns[:, NEED])
+        peak = columns[:, SAVED] + (counts - 1) * each[:, SAVED] + each[:, NEED]
+        columns[:, NEED] = np.maximum(columns[:, NEED], np.where(counts > 0, peak, 0.0))
         columns[:, SAVED] += counts * (each[:, SAVED] - block.late_bytes)
         for column in (HOST, EXTRA):
             columns[:, column] += counts * each[:, column]

@@ -114,10 +114,10 @@ def scans(blocks: Sequence[Block], keys: Sequence[Any], cuts: Collection[int] = 
     """The first block of each scan, and the first block after it.
 
     Consecutive equal blocks with equal keys, such as their choices, are in one scan, unless it is cut before one of them
-    (`StackPlan.cuts`). A block that is not scanned (`Block.scanned`) is alone.
+    (`StackPlan.cuts`). A block without late bytes is alone, because only its own bytes matter.
     """
     each = list(zip((block.name for block in blocks), keys, strict=True))
-    joined = (at > 0 and block.scanned and at not in cuts and each[at] == each[at - 1] for at, block in enumerate(blocks))
+    joined = (at > 0 and block.late_bytes and at not in cuts and each[at] == each[at - 1] for at, block in enumerate(blocks))
     starts = [at for at, is_joined in enumerate(joined) if not is_joined]
     return list(pairwise([*starts, len(each)]))
 
@@ -126,7 +126,7 @@ def peak_bytes(stack: Stack, policies: Sequence[BlockPolicy], cuts: Collection[i
     """A stack's peak device memory: the fixed bytes, plus the largest sum, over the blocks, of a block's transient bytes and
     the bytes saved by the block and all earlier blocks, minus the late bytes of the earlier blocks.
 
-    The blocks of one scan (`Block.scanned`) count as one block.
+    The blocks of one scan (`scans`) count as one block.
     """
     kept, peak = stack.fixed_bytes, stack.fixed_bytes
     for start, stop in scans([policy.block for policy in policies], [policy.choices for policy in policies], cuts):

@@ -123,8 +123,10 @@ class Block:
     of these residuals are live at once; with a smaller share, only some are. A ``fetched_share`` above 1 also counts arrays
     already fetched for the block whose backward pass runs next.
 
-    ``late_bytes`` of the stack's fixed bytes are allocated only when the block's backward pass begins, such as the gradients of
-    its parameters. Until then, the backward passes of later blocks can use this memory.
+    Blocks with ``late_bytes`` are layers of scans: consecutive equal ones under one policy are one scan, which keeps what
+    all of them save until its backward pass ends. The late bytes, such as the gradients of the layers' parameters, are a
+    part of the stack's fixed bytes. A scan allocates those of all its layers when its backward pass begins. Until then, the
+    backward passes of later blocks can use this memory.
 
     Attributes:
         name: unique in its stack.
@@ -135,8 +137,6 @@ class Block:
         repeats: the number of consecutive equal blocks.
         recomputed_share, fetched_share: the shares described above.
         late_bytes: the bytes described above, of one block.
-        scanned: whether consecutive equal blocks under one policy run as one scan, which allocates what all of them save before
-            its forward pass, and the late bytes of all of them before its backward pass.
 
     >>> Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0, repeats=24).order
     (0, 1)
@@ -152,7 +152,6 @@ class Block:
     recomputed_share: float = 1.0
     fetched_share: float = 1.0
     late_bytes: float = 0.0
-    scanned: bool = False
 
     def __post_init__(self) -> None:
         where = f"Block {self.name!r}"

@@ -22,10 +22,10 @@ class Outcome:
 def simulate(stack: Stack, policies: Sequence[BlockPolicy], cuts: Sequence[int] = ()) -> Outcome:
     """Run the forward and the backward pass of a stack whose blocks follow these policies.
 
-    Equal scanned blocks under one policy are one scan unless it is cut: all that they save is there from the scan's forward
-    pass until its backward pass has ended, which begins with the late bytes of all of them. A residual that is saved stays
-    on the device until its block's backward pass has run. A residual that is offloaded is copied beside its block's forward
-    pass, and back beside its backward pass. A recomputed residual needs its parents on the device.
+    Equal blocks with late bytes and one policy are one scan unless it is cut: all that they save is there from the scan's
+    forward pass until its backward pass has ended, which begins with the late bytes of all of them. A residual that is
+    saved stays on the device until its block's backward pass has run. A residual that is offloaded is copied beside its
+    block's forward pass, and back beside its backward pass. A recomputed residual needs its parents on the device.
     """
     machine = _Machine(stack)
     blocks = stack.positions()
@@ -34,7 +34,7 @@ def simulate(stack: Stack, policies: Sequence[BlockPolicy], cuts: Sequence[int] 
         last = scans[-1][-1] if scans else None
         if (
             last is None
-            or not block.scanned
+            or not block.late_bytes
             or number in cuts
             or (block.name, policy.choices)
             != (
