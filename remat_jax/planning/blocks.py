@@ -44,7 +44,7 @@ class Call:
         calls or iterations read.
       same: for each input, whether it is the same in all iterations of the scans around the call.
       shared: for each input, whether several blocks or iterations read it. If so, it stays on the device.
-      rows: for each input, whether it is an iteration's part of a scanned array, such as stacked parameters, and has a gradient.
+      rows: for each input, whether it is one iteration's part of a scanned array, such as stacked parameters, and is live.
       rounds: how often the call runs: the product of the trip counts of the scans around it.
       scanned: whether the call is in a scan.
       nested: whether it is in nested scans. If so, its iterations cannot have different policies.
