@@ -1,7 +1,8 @@
-"""`python -m benchmarks.cuts mlp` (or `last`, `gpt2`): what a cut of a scan costs; the tables of docs/notes/cutting_a_scan.md.
+"""`python -m benchmarks.cuts mlp` (or `last`, `gpt2`, `gradients`): what a cut changes; tables of docs/notes/cutting_a_scan.md.
 
 Six scanned layers, compiled for an H200. The tables have device memory in MiB; "4 + 1 + 1" is a scan cut into runs of 4, 1 and
 1 layers. In `last`, one to three last layers of the MLP are under `everything`, in one scan or each in a scan of its own.
+`gradients` has twelve layers of the MLP over 2048 rows, and compares with the planner's formula.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ import argparse
 from collections.abc import Sequence
 
 import remat_jax as rj
+from benchmarks import predict_memory
 from benchmarks.figures import markdown
 from benchmarks.plan.rivals import policies, roles_that_keep
 from benchmarks.plan.workloads import Case, decoder_scanned, deep_mlp
 from remat_jax import compat
+from remat_jax.planning.fit_memory import predicted
+from remat_jax.planning.problem import describe
+from remat_jax.planning.translate import named_candidate, recut
 
 LAYERS = 6
 CUTS = ((6,), (5, 1), (4, 1, 1))
@@ -67,6 +72,32 @@ def gpt2() -> str:
     return markdown(["cut", *columns], rows)
 
 
+def gradients() -> str:
+    """The deep MLP over fewer rows, so that a layer's gradients are as large as what it saves: compiled, and by the formula."""
+    layers = 12
+    job = predict_memory.deep_mlp(layers, rows=2048)
+    described = describe(job, "h200")
+    names, table = ("full", "dots"), []
+    for runs in (1, 2, 3, 4, 6, 12):
+        places = tuple(range(layers // runs, layers, layers // runs))
+        cells = []
+        for name in names:
+            text = text_of([(layers // runs, name)] * runs)
+            needed = rj.measure(job, rj.LayerPolicies.parse(text), "h200").device_bytes
+            formula = predicted(described.stack, recut(described, named_candidate(described, name), places).loads)
+            cells.append((needed, formula))
+        table.append((f"{runs} × {layers // runs}", cells))
+    whole = [cell for _, cells in table[:1] for cell in cells]
+    lines = []
+    for cut, cells in table:
+        shown = []
+        for (needed, formula), (most, most_formula) in zip(cells, whole, strict=True):
+            shown += [f"{needed / 2**20:,.1f}", f"{(most - needed) / 2**20:,.1f}", f"{(most_formula - formula) / 2**20:,.1f}"]
+        lines.append((cut, *shown))
+    columns = [f"`{name}`{part}" for name in names for part in ("", ": less", ", by the formula")]
+    return markdown(["cut", *columns], lines)
+
+
 def _runs(cut: Sequence[int], first: str, last: str) -> list[tuple[int, str]]:
     """The runs of `cut`, with the last two layers under `last`; a single run is split. [] if a run would have both policies."""
     if first == last:
@@ -82,7 +113,7 @@ def _shown(cut: Sequence[int]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    tables = {"mlp": mlp, "last": last, "gpt2": gpt2}
+    tables = {"mlp": mlp, "last": last, "gpt2": gpt2, "gradients": gradients}
     parser.add_argument("table", choices=tables)
     options = parser.parse_args()
     compat.keep_to_cpu_without_gpu()

@@ -44,7 +44,8 @@ class Call:
         calls or iterations read.
       same: for each input, whether it is the same in all iterations of the scans around the call.
       shared: for each input, whether several blocks or iterations read it. If so, it stays on the device.
-      rows: for each input, whether it is one iteration's part of a scanned array, such as stacked parameters, and is live.
+      rows: for each input, whether it is live, and one iteration's part of a scanned array, such as stacked parameters. False if
+        the scan's iterations have several calls.
       rounds: how often the call runs: the product of the trip counts of the scans around it.
       scanned: whether the call is in a scan.
       nested: whether it is in nested scans. If so, its iterations cannot have different policies.
@@ -86,11 +87,8 @@ class Call:
 
     @property
     def stacked_bytes(self) -> int:
-        """The bytes of one layer's gradients that a scan stacks (`rows`).
-
-        0 if the scan cannot be cut into scans that allocate these one after the other.
-        """
-        if self.nested or self.stride != 1:
+        """The bytes of one layer's gradients that a scan stacks (`rows`); 0 in nested scans, which cannot be cut."""
+        if self.nested:
             return 0
         rows = (aval for aval, row in zip(self.in_avals, self.rows, strict=True) if row)
         return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in rows)
@@ -241,6 +239,7 @@ def _calls(marked: Sequence[_MarkedCall]) -> list[Call]:
     readers = Counter(atom for eqn in eqns for atom in set(variables(eqn.invars)))
     # If a loop's body has several calls of one key, their positions alternate.
     alternating = Counter((marked_call.mark.marked.block, marked_call.place.loops) for marked_call in marked)
+    in_loops = Counter(marked_call.place.loops for marked_call in marked)
     first, turn = Counter[Block](), Counter[Block]()
     calls = []
     for marked_call in marked:
@@ -262,7 +261,11 @@ def _calls(marked: Sequence[_MarkedCall]) -> list[Call]:
             free=tuple(source.free for source in marked_call.sources),
             same=tuple(source.shared for source in marked_call.sources),
             shared=tuple(shared),
-            rows=tuple(flag and source.row for flag, source in zip(live, marked_call.sources, strict=True)),
+            # With several calls in an iteration, a scan cannot be cut for one of them.
+            rows=tuple(
+                flag and source.row and in_loops[place.loops] == 1
+                for flag, source in zip(live, marked_call.sources, strict=True)
+            ),
             rounds=place.rounds,
             scanned=bool(place.loops),
             nested=len(place.loops) > 1,

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from remat_jax.planning.candidate import FAILED, Compiled, Loads, StepCandidate, Tried, singles
-from remat_jax.solver import Stack, scans
+from remat_jax.solver import Stack, not_yet_allocated, scans
 
 Array = Any
 """A NumPy array."""
@@ -249,10 +249,12 @@ def _table(stack: Stack, loads: Loads) -> Array:
     keys = [(load.saved, load.recomputed, load.offloaded) for load in loads]
     spans = scans(blocks, keys, [at for at, load in enumerate(loads) if load.cut])
     kept = np.cumsum([block.input_bytes + load.saved for block, load in zip(blocks, loads, strict=True)])
-    late = np.cumsum([0.0, *(block.late_bytes for block in blocks)])
-    starts, stops = np.transpose([span for span in spans for _ in range(*span)])
+    late = not_yet_allocated(blocks, spans)
+    nth = [at for at, (start, stop) in enumerate(spans) for _ in range(start, stop)]
     working = [block.working_bytes for block in blocks]
-    return np.column_stack([kept[stops - 1] + working, *np.transpose(keys)[1:], -late[starts]])
+    return np.column_stack(
+        [kept[[spans[at][1] - 1 for at in nth]] + working, *np.transpose(keys)[1:], [-late[at] for at in nth]]
+    )
 
 
 def _needs(table: Array, shares: Sequence[float]) -> Array:

@@ -1,11 +1,11 @@
 """Mixes of policies: the best mix for equal layers, and one mix for each of several kinds of blocks.
 
-A mix has at most three runs of consecutive layers, with one policy each. At each layer, the bytes saved by earlier layers,
-without their late bytes (`Block.late_bytes`), plus the bytes that the layer needs must fit the budget. A run needs most memory
-at its last layer: what its layers save is kept until all of them have run backward. So each run gives one constraint.
-`best_mix` fixes three policies in order and the number of layers under the third. Then the time and the constraints are linear
-in the number of layers under the second, so an end of the feasible interval is optimal. All triples of policies are evaluated
-at once as arrays.
+A mix has at most three runs of consecutive layers, with one policy each; runs of scans have different lengths (`_alike`). At
+each layer, the bytes saved by earlier layers, without their late bytes (`Block.late_bytes`), plus the bytes that the layer
+needs must fit the budget. A run needs most memory at its last layer: what its layers save is kept until all of them have run
+backward. So each run gives one constraint. `best_mix` fixes three policies in order and the number of layers under the third.
+Then the time and the constraints are linear in the number of layers under the second, so an end of the feasible interval is
+optimal. All triples of policies are evaluated at once as arrays.
 
 `shared` divides the memory among several kinds: a multiple-choice knapsack, solved approximately by a dynamic program. Each
 kind uses one of its `first_mixes`. A mix fits if the bytes that it needs plus those saved by earlier kinds are within the
@@ -15,6 +15,7 @@ memory. Nearly equal amounts share a bin (`_BINS`), so the program is fast for a
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -98,7 +99,8 @@ def _joined(block: Block, measures: Array, room: Room, runs: Runs) -> Runs:
     for at in range(len(runs) - 1, 0, -1):
         if runs[at - 1][0] == runs[at][0]:
             joined = (*runs[: at - 1], (runs[at][0], runs[at - 1][1] + runs[at][1]), *runs[at + 1 :])
-            if totals(block, measures, joined)[1] <= (room.budget - room.before) * (1 + ROUNDING):
+            fits = totals(block, measures, joined)[1] <= (room.budget - room.before) * (1 + ROUNDING)
+            if fits and not (block.late_bytes and _alike(*(np.array(count) for _, count in joined), np.array(0))):
                 runs = joined
     return runs
 
@@ -164,6 +166,11 @@ def _fastest(block: Block, measures: Array, triples: Array, room: Room, last: Ar
         most = np.where((slopes == 0) & (constant > 0), -1.0, most)
     gain = second[:, EXTRA] - first[:, EXTRA]
     count = np.where(gain < 0, most, least)
+    for _ in range(3 if late else 0):
+        # Scans of equal lengths allocate their gradients together (`policies.not_yet_allocated`): try the next count.
+        count = count + np.where(_alike(in_first_two - count, count, last[None, :]), np.where(gain < 0, -1, 1), 0)
+    if late:
+        least = np.where(_alike(in_first_two - count, count, last[None, :]) | (count < least) | (count > most), np.inf, least)
     seconds = (in_first_two - count) * first[:, EXTRA] + count * second[:, EXTRA] + last * third[:, EXTRA]
     seconds = np.where((least <= most) & (in_first_two >= 0), seconds, np.inf)
     row, place = np.unravel_index(int(seconds.argmin()), seconds.shape)
@@ -172,6 +179,12 @@ def _fastest(block: Block, measures: Array, triples: Array, room: Room, last: Ar
     third_count, second_count = int(last[place]), int(count[row, place])
     counts = layers - third_count - second_count, second_count, third_count
     return float(seconds[row, place]), tuple(zip(map(int, triples[row]), counts, strict=True))
+
+
+def _alike(*lengths: Array) -> Array:
+    """Whether two of the lengths are equal, and more than 1."""
+    pairs = itertools.combinations(lengths, 2)
+    return functools.reduce(np.logical_or, ((one == other) & (one > 1) for one, other in pairs))
 
 
 def first_mixes(
@@ -213,6 +226,8 @@ def first_mixes(
         pairs = [(one, other - one, layers - other) for one, other in itertools.combinations(places, 2)]
         triples = [triple for triple in itertools.product(lean, repeat=3) if ends[triple[2]]]
         mixed = np.concatenate([mixed, *(np.array([(*triple, *pair) for pair in pairs]) for triple in triples)])
+    if block.late_bytes:
+        mixed = mixed[~_alike(*mixed[:, 3:].T)]
     mixes = np.column_stack([_measured(block, measures, mixed), mixed])
     fits = (mixes[:, NEED] <= (room.budget - room.before) * (1 + ROUNDING)) & (mixes[:, HOST] <= room.host * (1 + ROUNDING))
     mixes = mixes[fits]

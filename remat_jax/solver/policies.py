@@ -122,17 +122,34 @@ def scans(blocks: Sequence[Block], keys: Sequence[Any], cuts: Collection[int] = 
     return list(pairwise([*starts, len(each)]))
 
 
+def not_yet_allocated(blocks: Sequence[Block], spans: Sequence[tuple[int, int]]) -> list[float]:
+    """For each scan of `scans`, the late bytes of earlier scans that are not allocated while it runs backward.
+
+    Scans of one kind and of the same length share the zeros from which their gradients start, so the gradients of all of them
+    are there once the first runs backward. A scan of one layer is no loop, and needs no zeros.
+    """
+    if not any(block.late_bytes for block in blocks):
+        return [0.0] * len(spans)
+    free = []
+    for at in range(len(spans)):
+        begun = {(blocks[first].name, stop - first) for first, stop in spans[at:] if stop - first > 1}
+        earlier = (each for each in spans[:at] if (blocks[each[0]].name, each[1] - each[0]) not in begun)
+        free.append(sum((stop - first) * blocks[first].late_bytes for first, stop in earlier))
+    return free
+
+
 def peak_bytes(stack: Stack, policies: Sequence[BlockPolicy], cuts: Collection[int] = ()) -> float:
     """A stack's peak device memory: the fixed bytes, plus the largest sum, over the blocks, of a block's transient bytes and
-    the bytes saved by the block and all earlier blocks, minus the late bytes of the earlier blocks.
+    the bytes saved by the block and all earlier blocks, without late bytes of earlier blocks (`not_yet_allocated`).
 
     The blocks of one scan (`scans`) count as one block.
     """
-    kept, peak = stack.fixed_bytes, stack.fixed_bytes
-    for start, stop in scans([policy.block for policy in policies], [policy.choices for policy in policies], cuts):
+    blocks = [policy.block for policy in policies]
+    spans = scans(blocks, [policy.choices for policy in policies], cuts)
+    kept = peak = stack.fixed_bytes
+    for (start, stop), free in zip(spans, not_yet_allocated(blocks, spans), strict=True):
         kept += sum(policy.saved_bytes for policy in policies[start:stop])
-        peak = max(peak, kept + policies[start].transient_bytes)
-        kept -= (stop - start) * policies[start].block.late_bytes
+        peak = max(peak, kept + policies[start].transient_bytes - free)
     return peak
 
 

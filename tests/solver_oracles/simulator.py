@@ -50,7 +50,7 @@ def simulate(stack: Stack, policies: Sequence[BlockPolicy], cuts: Sequence[int] 
         for number in scan:
             machine.forward(number, blocks[number], policies[number])
     for scan in reversed(scans):
-        machine.begin(scan, blocks)
+        machine.begin(scan, scans, blocks)
         for number in reversed(scan):
             machine.backward(number, blocks[number], policies[number])
         machine.end(scan)
@@ -75,6 +75,7 @@ class _Machine:
         self.host: dict[tuple[int, str], float] = {}
         self.seconds = self.host_peak = 0.0
         self.peak = self.fixed_bytes
+        self.begun: set[int] = set()
 
     def keep(self, number: int, block: Block, policy: BlockPolicy) -> None:
         self.device[number, "the input"] = block.input_bytes
@@ -95,8 +96,13 @@ class _Machine:
         for name in leaving:
             del self.device[number, name]
 
-    def begin(self, scan: Sequence[int], blocks: Sequence[Block]) -> None:
-        self.fixed_bytes += sum(blocks[number].late_bytes for number in scan)
+    def begin(self, scan: Sequence[int], scans: Sequence[Sequence[int]], blocks: Sequence[Block]) -> None:
+        """Allocate the late bytes of a scan, and of the earlier scans of the same kind and length, unless they are there."""
+        for other in scans[: scans.index(scan) + 1]:
+            same = (blocks[other[0]].name, len(other)) == (blocks[scan[0]].name, len(scan)) and len(scan) > 1
+            if (other is scan or same) and other[0] not in self.begun:
+                self.begun.add(other[0])
+                self.fixed_bytes += sum(blocks[number].late_bytes for number in other)
 
     def end(self, scan: Sequence[int]) -> None:
         self.device = {key: size for key, size in self.device.items() if key[0] not in scan}
