@@ -44,8 +44,8 @@ class Call:
         calls or iterations read.
       same: for each input, whether it is the same in all iterations of the scans around the call.
       shared: for each input, whether several blocks or iterations read it. If so, it stays on the device.
-      rows: for each input, whether it is live, and one iteration's part of a scanned array, such as stacked parameters. False if
-        the scan's iterations have several calls.
+      rows: for each input, whether it is live, and one iteration's part of a scanned array, such as stacked parameters. False
+        if the scan's iterations have several calls.
       rounds: how often the call runs: the product of the trip counts of the scans around it.
       scanned: whether the call is in a scan.
       nested: whether it is in nested scans. If so, its iterations cannot have different policies.
