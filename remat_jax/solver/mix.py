@@ -91,17 +91,17 @@ def best_mix(
     if fastest is None:
         return None
     seconds, runs = fastest
-    return seconds, _joined(block, measures, room, tuple(run for run in runs if run[1]))
+    return seconds, tuple(run for run in runs if run[1])
 
 
-def _joined(block: Block, measures: Array, room: Room, runs: Runs) -> Runs:
+def joined(block: Block, measures: Array, room: Room, runs: Runs) -> Runs:
     """The runs, with neighbours of equal policies joined if they then fit as well."""
     for at in range(len(runs) - 1, 0, -1):
         if runs[at - 1][0] == runs[at][0]:
-            joined = (*runs[: at - 1], (runs[at][0], runs[at - 1][1] + runs[at][1]), *runs[at + 1 :])
-            fits = totals(block, measures, joined)[1] <= (room.budget - room.before) * (1 + ROUNDING)
-            if fits and not (block.late_bytes and _alike(*(np.array(count) for _, count in joined), np.array(0))):
-                runs = joined
+            fewer = (*runs[: at - 1], (runs[at][0], runs[at - 1][1] + runs[at][1]), *runs[at + 1 :])
+            fits = totals(block, measures, fewer)[1] <= (room.budget - room.before) * (1 + ROUNDING)
+            if not block.late_bytes or (fits and not _alike(*(np.array(count) for _, count in fewer), np.array(0))):
+                runs = fewer
     return runs
 
 

@@ -18,7 +18,19 @@ import numpy as np
 
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.solver.hull import Hull
-from remat_jax.solver.mix import Room, Runs, best_mix, cuts_help, first_mixes, orders, orders_beside, runs_of, shared, totals
+from remat_jax.solver.mix import (
+    Room,
+    Runs,
+    best_mix,
+    cuts_help,
+    first_mixes,
+    joined,
+    orders,
+    orders_beside,
+    runs_of,
+    shared,
+    totals,
+)
 from remat_jax.solver.policies import BlockPolicy, StackPlan, stack_plan
 from remat_jax.solver.problem import Block, Stack, check_budget, check_count
 from remat_jax.solver.table import CHOICES, EXTRA, HOST, NEED, SAVED, Array, Prices
@@ -95,6 +107,8 @@ class Solver:
             faster += [kind.mix_beside(_room(kinds, at, whole)) for at, kind in enumerate(kinds)]
             if not any(faster):
                 break
+        for at, kind in enumerate(kinds):
+            kind.runs = joined(kind.block, kind.measures, _room(kinds, at, whole), kind.runs)
         runs = [(kind.table.policy(kind.codes[policy]), count) for kind in kinds for policy, count in kind.runs]
         ends = itertools.accumulate(count for _, count in runs)
         pairs = zip(itertools.pairwise(policy for policy, _ in runs), ends, strict=False)
