@@ -8,10 +8,12 @@ Six scanned layers, compiled for an H200. The tables have device memory in MiB; 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Sequence
 
+import jax
+
 import remat_jax as rj
-from benchmarks import predict_memory
 from benchmarks.figures import markdown
 from benchmarks.plan.rivals import policies, roles_that_keep
 from benchmarks.plan.workloads import Case, decoder_scanned, deep_mlp
@@ -72,30 +74,30 @@ def gpt2() -> str:
     return markdown(["cut", *columns], rows)
 
 
+def few_rows(layers: int) -> rj.Workload:
+    """The deep MLP over 2048 rows."""
+    job = deep_mlp(layers).workload
+    x = jax.ShapeDtypeStruct((2048, *job.batch[0].shape[1:]), job.batch[0].dtype)
+    return rj.Workload(job.own_loss, job.params, (x,), tuple(job.blocks), optimizer=job.optimizer)
+
+
 def gradients() -> str:
     """The deep MLP over fewer rows, so that a layer's gradients are as large as what it saves: compiled, and by the formula."""
-    layers = 12
-    job = predict_memory.deep_mlp(layers, rows=2048)
+    job = few_rows(12)
     described = describe(job, "h200")
-    names, table = ("full", "dots"), []
-    for runs in (1, 2, 3, 4, 6, 12):
-        places = tuple(range(layers // runs, layers, layers // runs))
+    rows, whole = [], {}
+    for cut in ((12,), (7, 5), (8, 4), (5, 4, 3), (6, 6), (4, 4, 4)):
         cells = []
-        for name in names:
-            text = text_of([(layers // runs, name)] * runs)
-            needed = rj.measure(job, rj.LayerPolicies.parse(text), "h200").device_bytes
+        for name in ("full", "dots"):
+            needed = rj.measure(job, rj.LayerPolicies.parse(text_of([(count, name) for count in cut])), "h200").device_bytes
+            places = tuple(itertools.accumulate(cut))[:-1]
             formula = predicted(described.stack, recut(described, named_candidate(described, name), places).loads)
-            cells.append((needed, formula))
-        table.append((f"{runs} × {layers // runs}", cells))
-    whole = [cell for _, cells in table[:1] for cell in cells]
-    lines = []
-    for cut, cells in table:
-        shown = []
-        for (needed, formula), (most, most_formula) in zip(cells, whole, strict=True):
-            shown += [f"{needed / 2**20:,.1f}", f"{(most - needed) / 2**20:,.1f}", f"{(most_formula - formula) / 2**20:,.1f}"]
-        lines.append((cut, *shown))
-    columns = [f"`{name}`{part}" for name in names for part in ("", ": less", ", by the formula")]
-    return markdown(["cut", *columns], lines)
+            most, most_formula = whole.setdefault(name, (needed, formula))
+            cells += [f"{size / 2**20:,.1f}" for size in (needed, most - needed, most_formula - formula)]
+        rows.append((_shown(cut), *cells))
+    return markdown(
+        ["cut", *(f"`{name}`{part}" for name in ("full", "dots") for part in ("", ", less", ", less by the formula"))], rows
+    )
 
 
 def _runs(cut: Sequence[int], first: str, last: str) -> list[tuple[int, str]]:

@@ -103,10 +103,10 @@ def decoder(attention: str, layers: int) -> rj.Workload:
     return rj.Workload(loss, params, (tokens, tokens), DecoderBlock, optimizer=optax.adam(1e-3), name=f"decoder, {attention}")
 
 
-def deep_mlp(layers: int, rows: int = MLP_ROWS) -> rj.Workload:
+def deep_mlp(layers: int) -> rj.Workload:
     """A deep perceptron with Adam."""
     width = DECODER["width"]
-    model, x = Stack(functools.partial(MlpBlock, width), layers, width), jax.ShapeDtypeStruct((rows, width), DTYPE)
+    model, x = Stack(functools.partial(MlpBlock, width), layers, width), jax.ShapeDtypeStruct((MLP_ROWS, width), DTYPE)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     loss = lambda params, x: jnp.mean(model.apply(params, x).astype(jnp.float32) ** 2)  # noqa: E731
     return rj.Workload(loss, params, (x,), MlpBlock, optimizer=optax.adam(1e-3), name="deep MLP")
