@@ -48,7 +48,9 @@ def named(stack: Stack = STACK, policies: Any = None) -> list[StepCandidate]:
 
 def cut(candidate: StepCandidate, cuts: Cuts) -> StepCandidate:
     """The candidate with cuts between layers that keep the same."""
-    return replace(candidate, cuts=tuple(at for at in cuts if at and candidate.kept[at - 1] == candidate.kept[at]))
+    places = tuple(at for at in cuts if at and candidate.kept[at - 1] == candidate.kept[at])
+    loads = tuple(replace(load, cut=at in places) for at, load in enumerate(candidate.loads))
+    return replace(candidate, cuts=places, loads=loads)
 
 
 @dataclass
@@ -71,9 +73,9 @@ class Searched:
 
     def __post_init__(self) -> None:
         fit = Fit(self.stack, self.budget, self.host, self.arguments)
-        solved = Solved(fit, self.candidates, lambda choices: made(choices, self.stack))
+        solved = Solved(fit, self.candidates, lambda choices: made(choices, self.stack), recut=cut)
         times = Times(fit, self.stack.base_seconds)
-        self.known = Known(fit, times, solved, tuple(self.candidates), has_times=self.pace is not None)
+        self.known = Known(fit, times, solved, tuple(self.candidates), cut, has_times=self.pace is not None)
 
     def compile_them(self, candidates: Sequence[StepCandidate], best: Tried | None = None) -> list[Compiled]:
         self.asked.append(list(candidates))
@@ -100,6 +102,7 @@ def drawn(seed: int) -> Searched:
     """A random stack of up to two kinds, a budget, and a compiler that needs other bytes than the stack predicts."""
     draw = random.Random(seed)
     blocks, true_blocks = [], []
+    late = draw.choice([0.0, 50.0, 400.0])
     for kind in range(draw.choice([1, 1, 2])):
         residuals = [ResidualCosts("x", draw.uniform(50, 150))]
         for index in range(draw.randint(2, 7)):
@@ -108,8 +111,10 @@ def drawn(seed: int) -> Searched:
             residuals.append(ResidualCosts(f"r{index}", draw.uniform(20, 500), cost, parents))
         forward = sum(residual.seconds or 0.0 for residual in residuals) * draw.uniform(1, 1.5) + 0.1
         working, repeats = draw.uniform(100, 1500), draw.choice([3, 6, 12])
-        blocks.append(Block(f"b{kind}", tuple(residuals), forward, 2 * forward, working_bytes=working, repeats=repeats))
+        sizes = {"working_bytes": working, "late_bytes": late}
+        blocks.append(Block(f"b{kind}", tuple(residuals), forward, 2 * forward, repeats=repeats, **sizes))
         shares = {"recomputed_share": draw.uniform(0.2, 1.2), "fetched_share": draw.uniform(0.5, 3)}
+        shares["late_bytes"] = draw.choice([0.0, 0.8, 1.0]) * late
         true_blocks.append(replace(blocks[-1], working_bytes=working * draw.uniform(0.5, 1.5), **shares))
     link, fixed = draw.choice([None, HostLink(5e4, 5e4), HostLink(5e3, 5e3)]), draw.uniform(500, 20000)
     stack, truth = Stack(tuple(blocks), link, fixed), Stack(tuple(true_blocks), link, fixed * draw.uniform(0.9, 1.3))

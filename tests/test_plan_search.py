@@ -354,6 +354,22 @@ def test_a_fit_finds_what_the_compiler_does():
     assert fitted(STACK, [], 5000.0) is STACK
 
 
+def test_a_fit_finds_which_share_of_the_gradients_is_allocated_late():
+    """Half of each layer's 300 bytes is: a step that is cut needs 2 · 150 bytes less, and 2 · 300 by the guess."""
+    stack = replace(STACK, fixed_bytes=3000.0, blocks=(replace(LAYER, late_bytes=300.0),))
+    truth = replace(stack, blocks=(replace(LAYER, late_bytes=150.0),))
+    whole = made((NAMED["dots"],) * 6, stack)
+    two, three = cut(whole, (2,)), cut(whole, (3, 5))
+    assert predicted(stack, whole.loads) - predicted(stack, two.loads) == 600
+    assert predicted(stack, cut(whole, (3,)).loads) == predicted(stack, whole.loads), "scans of one length share their zeros"
+    steps = [(step.loads, round(predicted(truth, step.loads))) for step in (whole, two)]
+    assert steps[0][1] - steps[1][1] == 300
+    fit = Fit(stack, 6000.0)
+    fit.learn([whole, two], [Compiled(size, 0) for _, size in steps])
+    assert fit.shares[2] == pytest.approx(0.5, abs=0.02)
+    assert predicted(fit.stack, three.loads) == pytest.approx(predicted(truth, three.loads), rel=0.01)
+
+
 def test_a_fit_finds_a_share_that_its_first_guess_hides():
     """By the guess the second step's peak is in its last block, which offloads nothing; in truth it is in the block before."""
     link = HostLink(1000.0, 1000.0)

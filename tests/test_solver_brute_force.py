@@ -12,7 +12,7 @@ import pytest
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.solver import Block, HostLink, Prices, ResidualCosts, Solver, Stack, cheapest_policy
 from remat_jax.solver.table import BlockTable
-from tests.solver_oracles import every_policy, exact_plan, least_peak, verify
+from tests.solver_oracles import every_policy, exact_plan, least_peak, simulate, verify
 
 GAP = 1e-3
 
@@ -134,6 +134,39 @@ def test_several_kinds_of_blocks():
         budget = max(1.0, least + draw.randint(-2, 60))
         host = draw.choice([math.inf, draw.randint(0, 40)])
         compare(stack, budget, host, *every_stack(single, link, budget, host))
+
+
+def every_mix(stack, most):
+    """The seconds and the peak of every mix of at most `most` runs of the stack's only kind, by the simulator."""
+    (kind,), link = stack.blocks, stack.link
+    codes, _ = every_policy(kind.without_offload(), link)
+    policies = [BlockTable(stack.blocks[0], link).policy(code) for code in codes]
+    for count in range(1, min(most, kind.repeats) + 1):
+        for ends in itertools.combinations(range(1, kind.repeats), count - 1):
+            lengths = np.diff([0, *ends, kind.repeats])
+            for chosen in itertools.product(policies, repeat=count):
+                layers = [policy for policy, length in zip(chosen, lengths, strict=True) for _ in range(length)]
+                outcome = simulate(stack, layers, ends)
+                yield outcome.seconds, outcome.peak_bytes
+
+
+def test_layers_whose_gradients_are_allocated_late():
+    """Scans are cut where that saves memory; the plan is as fast as the fastest of all mixes, and no mix is below the bound."""
+    cut, slower = 0, []
+    for case in range(40):
+        draw = random.Random(case)
+        late = draw.choice([3.0, 15.0, 40.0])
+        block = random_block(draw, 2, repeats=draw.randint(2, 6), late_bytes=late)
+        stack = Stack((block,), None, block.repeats * late + 5.0)
+        mixes = list(every_mix(stack, 3))
+        low, high = (pick(peak for _, peak in mixes) for pick in (min, max))
+        budget = low + draw.uniform(0.05, 0.9) * (high - low) + 1e-6
+        fastest = min(seconds for seconds, peak in mixes if peak <= budget)
+        plan = Solver(stack).plan(budget)
+        assert verify(stack, plan).peak_bytes <= budget * (1 + 1e-9) and plan.lower_bound <= fastest * (1 + 1e-9)
+        cut += bool(plan.cuts)
+        slower.append(plan.seconds - fastest)
+    assert max(slower) <= 1e-9 and cut >= 8
 
 
 def test_a_tight_host_budget_is_infeasible_only_where_no_plan_fits():

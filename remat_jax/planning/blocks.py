@@ -44,6 +44,8 @@ class Call:
         calls or iterations read.
       same: for each input, whether it is the same in all iterations of the scans around the call.
       shared: for each input, whether several blocks or iterations read it. If so, it stays on the device.
+      rows: for each input, whether it is live, and one iteration's part of a scanned array, such as stacked parameters. False
+        if the scan's iterations have several calls.
       rounds: how often the call runs: the product of the trip counts of the scans around it.
       scanned: whether the call is in a scan.
       nested: whether it is in nested scans. If so, its iterations cannot have different policies.
@@ -59,6 +61,7 @@ class Call:
     free: tuple[bool, ...]
     same: tuple[bool, ...]
     shared: tuple[bool, ...]
+    rows: tuple[bool, ...]
     rounds: int
     scanned: bool
     nested: bool
@@ -83,6 +86,14 @@ class Call:
         return avals
 
     @property
+    def stacked_bytes(self) -> int:
+        """The bytes of one layer's gradients that a scan stacks (`rows`); 0 in nested scans, which cannot be cut."""
+        if self.nested:
+            return 0
+        rows = (aval for aval, row in zip(self.in_avals, self.rows, strict=True) if row)
+        return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in rows)
+
+    @property
     def parts(self) -> int:
         """The number of shards into which the `shard_map`s around the call partition its arrays."""
         return math.prod(map(compat.manual_devices, self.within))
@@ -92,7 +103,7 @@ class Call:
         """A key that is equal for calls of the same jaxpr with the same types, whatever their module paths."""
         # Flax folds a hash of the module's path into its random keys.
         program = _FOLDED.sub(":u32[]", str(self.block.jaxpr))
-        return self.key, self.live, self.free, self.same, self.shared, self.scanned, self.batches, program
+        return self.key, self.live, self.free, self.same, self.shared, self.rows, self.scanned, self.batches, program
 
     def layers(self) -> range:
         """The positions of its iterations among all calls of its key, in forward order."""
@@ -139,12 +150,13 @@ def _traced(workload: Workload) -> tuple[Any, list[bool]]:
 class _Source:
     """The origin of an array.
 
-    `argument`: it is an argument of the loss or a view of one. `shared`: all iterations of a loop read it. `readers`: the
-    number of block calls that read it.
+    `argument`: it is an argument of the loss or a view of one. `shared`: all iterations of a loop read it. `row`: it is one
+    iteration's part of a scanned array. `readers`: the number of block calls that read it.
     """
 
     argument: bool = False
     shared: bool = False
+    row: bool = False
     readers: int = 0
 
     @property
@@ -188,7 +200,7 @@ def _walk(jaxpr: ClosedJaxpr, untrained: Sequence[bool], sources: Sequence[_Sour
             yield _MarkedCall(eqn, mark, tuple(not flag for flag in flags), tuple(inputs), place)
         elif any(mark_of(inner) is not None for body in bodies(eqn) for inner in equations(body)):
             yield from _inside(eqn, flags, inputs, place)
-        view = eqn.primitive.name in _VIEWS and inputs and inputs[0].argument
+        view = eqn.primitive.name in _VIEWS and inputs and (inputs[0].argument or inputs[0].row)
         where.update((var, inputs[0] if view else _Source()) for var in eqn.outvars)
 
 
@@ -198,7 +210,7 @@ def _inside(eqn: JaxprEqn, flags: list[bool], inputs: list[_Source], place: _Pla
         body = compat.closed(eqn.params["jaxpr"])
         consts, carry = compat.scan_layout(eqn)
         # A slice of a scanned argument needs no memory in addition to the argument.
-        rows = [_Source(argument=source.argument) for source in inputs[consts + carry :]]
+        rows = [_Source(argument=source.argument, row=True) for source in inputs[consts + carry :]]
         same = [_Source(argument=source.argument, shared=True) for source in inputs[:consts]]
         deeper = replace(place, rounds=place.rounds * eqn.params["length"], loops=(*place.loops, eqn))
         untrained = inner_flags(eqn, "jaxpr", body, flags, all_inputs)
@@ -227,6 +239,7 @@ def _calls(marked: Sequence[_MarkedCall]) -> list[Call]:
     readers = Counter(atom for eqn in eqns for atom in set(variables(eqn.invars)))
     # If a loop's body has several calls of one key, their positions alternate.
     alternating = Counter((marked_call.mark.marked.block, marked_call.place.loops) for marked_call in marked)
+    in_loops = Counter(marked_call.place.loops for marked_call in marked)
     first, turn = Counter[Block](), Counter[Block]()
     calls = []
     for marked_call in marked:
@@ -239,14 +252,20 @@ def _calls(marked: Sequence[_MarkedCall]) -> list[Call]:
             for atom, source in zip(marked_call.eqn.invars, marked_call.sources, strict=True)
         )
         stride = alternating[key, place.loops] if place.loops else 1
+        live = tuple(live and is_smooth(aval) for live, aval in zip(marked_call.live, block.jaxpr.in_avals, strict=True))
         call = Call(
             key=key,
             path=mark.path,
             block=block,
-            live=tuple(live and is_smooth(aval) for live, aval in zip(marked_call.live, block.jaxpr.in_avals, strict=True)),
+            live=live,
             free=tuple(source.free for source in marked_call.sources),
             same=tuple(source.shared for source in marked_call.sources),
             shared=tuple(shared),
+            # With several calls in an iteration, a scan cannot be cut for one of them.
+            rows=tuple(
+                flag and source.row and in_loops[place.loops] == 1
+                for flag, source in zip(live, marked_call.sources, strict=True)
+            ),
             rounds=place.rounds,
             scanned=bool(place.loops),
             nested=len(place.loops) > 1,

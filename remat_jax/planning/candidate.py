@@ -31,11 +31,12 @@ _ROUNDING = 1 + 1e-9
 
 @dataclass(frozen=True)
 class Load:
-    """The bytes that one block saves, recomputes and offloads."""
+    """The bytes that one block saves, recomputes and offloads. `cut`: its scan is cut before it (`StepCandidate.cuts`)."""
 
     saved: int
     recomputed: int
     offloaded: int
+    cut: bool = False
 
 
 Loads = tuple[Load, ...]
@@ -195,6 +196,8 @@ def choices_together(stack: Stack, plan: StackPlan) -> Choices:
 
     Blocks that save least come first if possible, because residuals of later blocks have shorter live ranges.
     """
+    if plan.cuts:
+        return tuple(policy.choices for policy in plan.policies)
     for rank in _ORDERS:
         ordered: list[BlockPolicy] = []
         for block in stack.blocks:

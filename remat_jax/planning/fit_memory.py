@@ -1,9 +1,11 @@
 """Predicts the device memory of candidates by a model that is fitted to the compiled steps.
 
-The predicted peak is the maximum over the blocks of F + S + W + ρ · (recomputed bytes) + φ · (offloaded bytes). F is the fixed
-bytes, S the bytes that this block and earlier blocks save, W the block's working set, and ρ and φ are the shares of the block's
-recomputed and offloaded bytes that are in memory at its peak. F, ρ and φ are refitted after every compilation, with the first
-guess of ρ and φ as a weak prior. The fit is then shifted to be exact at the compiled step nearest to the budget.
+The predicted peak is the maximum over the blocks of F + S + W + ρ · (recomputed bytes) + φ · (offloaded bytes) - γ · G. F is
+the fixed bytes, S the bytes that this block and earlier blocks save, W the block's working set, and ρ and φ are the shares of
+the block's recomputed and offloaded bytes that are in memory at its peak. G is the bytes of the gradients of earlier blocks
+(`Block.late_bytes`), of which the share γ is not allocated yet. The blocks of one scan count as one block. F, ρ, φ and γ are
+refitted after every compilation, with the first guess of the shares as a weak prior. The fit is then shifted to be exact at
+the compiled step nearest to the budget.
 """
 
 from __future__ import annotations
@@ -17,16 +19,17 @@ from typing import Any
 import numpy as np
 
 from remat_jax.planning.candidate import FAILED, Compiled, Loads, StepCandidate, Tried, singles
-from remat_jax.solver import Stack
+from remat_jax.solver import Stack, not_yet_allocated, scans
 
 Array = Any
 """A NumPy array."""
 
 _PRIOR = 0.1
-"""The weight of the first guess of ρ and φ in the fit. A compiled step has weight 1."""
-_MOST_RECOMPUTED, _MOST_FETCHED = 2.0, 4.0
-_STARTS = ((0.5, 2.0), (1.0, 4.0))
-"""Starting points of the fit for (ρ, φ), in addition to the first guess."""
+"""The weight of the first guess of ρ, φ and γ in the fit. A compiled step has weight 1."""
+_MOST = 2.0, 4.0, 1.0
+"""The maximum of ρ, φ and γ."""
+_STARTS = ((0.5, 2.0, 1.0), (1.0, 4.0, 1.0), (1.0, 2.0, 0.0))
+"""Starting points of the fit for (ρ, φ, γ), in addition to the first guess, in which γ is 1."""
 _ROUNDS = 8
 
 _FITTED = 2
@@ -130,6 +133,13 @@ class Fit:
             self._fitted[key] = fitted(self.guess, [(step.candidate.loads, step.compiled.device_bytes) for step in steps], size)
         return self._fitted[key]
 
+    @property
+    def shares(self) -> tuple[float, float, float]:
+        """ρ, φ and γ of `stack`."""
+        first = self.stack.blocks[0]
+        late, guessed = (sum(block.repeats * block.late_bytes for block in each.blocks) for each in (self.stack, self.guess))
+        return first.recomputed_share, first.fetched_share, late / guessed if guessed else 1.0
+
     def is_cut(self, candidate: StepCandidate) -> bool:
         """Whether layers of one kind keep different arrays, or a scan is cut between them."""
         kept = iter(candidate.kept)
@@ -190,12 +200,8 @@ class Fit:
 
 def predicted(stack: Stack, loads: Loads) -> float:
     """The device bytes that a stack predicts for blocks with these loads."""
-    kept, needs = 0.0, []
-    for block, load in zip(singles(stack), loads, strict=True):
-        kept += block.input_bytes + load.saved
-        recomputed, fetched = block.recomputed_share * load.recomputed, block.fetched_share * load.offloaded
-        needs.append(kept + block.working_bytes + recomputed + fetched)
-    return stack.fixed_bytes + max(needs)
+    first = stack.blocks[0]
+    return stack.fixed_bytes + float(_needs(_table(stack, loads), (first.recomputed_share, first.fetched_share, 1.0)).max())
 
 
 def fitted(stack: Stack, steps: Sequence[tuple[Loads, int]], budget: float) -> Stack:
@@ -213,39 +219,50 @@ def fitted(stack: Stack, steps: Sequence[tuple[Loads, int]], budget: float) -> S
         return stack
     sizes = np.array([device_bytes for _, device_bytes in steps], float)
     tables = [_table(stack, loads) for loads, _ in steps]
-    guess = stack.blocks[0].recomputed_share, stack.blocks[0].fetched_share
-    weights = _PRIOR * np.max([table[:, 1:].max(axis=0) for table in tables], axis=0)
+    guess = stack.blocks[0].recomputed_share, stack.blocks[0].fetched_share, 1.0
+    weights = _PRIOR * np.max([np.abs(table[:, 1:]).max(axis=0) for table in tables], axis=0)
 
-    def misfit(fit: tuple[float, float, float]) -> float:
+    def misfit(fit: tuple[float, ...]) -> float:
         fixed, *shares = fit
         errors = [fixed + _needs(table, shares).max() for table in tables] - sizes
         return sum(error * error for error in (*errors, *(weights * np.subtract(shares, guess))))
 
     # Try several starts. The shares decide which block has the peak, and only peaks are fitted. If a share starts too small,
     # a block with many recomputed or offloaded bytes does not have the peak, and cannot correct the share.
-    fixed, recomputed, fetched = min((_settled(tables, sizes, guess, start) for start in (guess, *_STARTS)), key=misfit)
-    blocks = tuple(replace(block, recomputed_share=recomputed, fetched_share=fetched) for block in stack.blocks)
-    fit = replace(stack, blocks=blocks, fixed_bytes=fixed)
+    fits = (_settled(tables, sizes, guess, start) for start in (guess, *_STARTS))
+    fixed, recomputed, fetched, late = min(fits, key=misfit)
+    fit = replace(with_shares(stack, (recomputed, fetched, late)), fixed_bytes=fixed)
     loads, device_bytes = min(steps, key=lambda step: abs(step[1] - budget))
     return _shifted(fit, device_bytes - predicted(fit, loads))
 
 
+def with_shares(stack: Stack, shares: tuple[float, float, float]) -> Stack:
+    """The stack with other ρ and φ, and with the share γ of its late bytes."""
+    recomputed, fetched, late = shares
+    blocks = (replace(block, recomputed_share=recomputed, fetched_share=fetched) for block in stack.blocks)
+    return replace(stack, blocks=tuple(replace(block, late_bytes=late * block.late_bytes) for block in blocks))
+
+
 def _table(stack: Stack, loads: Loads) -> Array:
-    """An array of shape (blocks, 3), with the columns S + W (see the module), recomputed bytes, offloaded bytes."""
+    """An array of shape (blocks, 4), with the columns S + W (see the module), recomputed bytes, offloaded bytes, -G."""
     blocks = singles(stack)
+    keys = [(load.saved, load.recomputed, load.offloaded) for load in loads]
+    spans = scans(blocks, keys, [at for at, load in enumerate(loads) if load.cut])
     kept = np.cumsum([block.input_bytes + load.saved for block, load in zip(blocks, loads, strict=True)])
+    late = not_yet_allocated(blocks, spans)
+    nth = [at for at, (start, stop) in enumerate(spans) for _ in range(start, stop)]
     working = [block.working_bytes for block in blocks]
-    return np.stack([kept + working, [load.recomputed for load in loads], [load.offloaded for load in loads]], axis=1)
+    return np.column_stack(
+        [kept[[spans[at][1] - 1 for at in nth]] + working, *np.transpose(keys)[1:], [-late[at] for at in nth]]
+    )
 
 
 def _needs(table: Array, shares: Sequence[float]) -> Array:
-    return table[:, 0] + shares[0] * table[:, 1] + shares[1] * table[:, 2]
+    return table[:, 0] + table[:, 1:] @ np.array(shares)
 
 
-def _settled(
-    tables: Sequence[Array], sizes: Array, guess: Sequence[float], start: Sequence[float]
-) -> tuple[float, float, float]:
-    """F, ρ and φ (see the module). Repeat until stable: find each step's peak block, then solve a least-squares problem."""
+def _settled(tables: Sequence[Array], sizes: Array, guess: Sequence[float], start: Sequence[float]) -> tuple[float, ...]:
+    """F, ρ, φ and γ (see the module). Repeat until stable: find each step's peak block, then solve a least-squares problem."""
     # Imported here: SciPy takes a quarter of remat_jax's import time.
     from scipy.optimize import lsq_linear
 
@@ -257,13 +274,13 @@ def _settled(
             break
         before = peaks
         rows = np.column_stack([np.ones(len(peaks)), peaks[:, 1:]])
-        scale = np.maximum(rows.max(axis=0), 1.0)
-        prior = np.diag([0.0, _PRIOR * scale[1], _PRIOR * scale[2]])
+        scale = np.maximum(np.abs(rows).max(axis=0), 1.0)
+        prior = np.diag([0.0, *(_PRIOR * scale[1:])])
         wanted = np.concatenate([sizes - peaks[:, 0], prior @ [0.0, *guess]])
-        bounds = np.zeros(3), np.array([np.inf, _MOST_RECOMPUTED, _MOST_FETCHED]) * scale
+        bounds = np.zeros(4), np.array([np.inf, *_MOST]) * scale
         solution = lsq_linear(np.vstack([rows, prior]) / scale, wanted, bounds, method="bvls").x / scale
         fixed, *shares = (max(0.0, float(value)) for value in solution)
-    return fixed, shares[0], shares[1]
+    return fixed, *shares
 
 
 def _shifted(stack: Stack, by: float) -> Stack:

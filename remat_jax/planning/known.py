@@ -41,7 +41,7 @@ class Known:
       scanned: whether layers are scanned, so that layers that differ cut the scan.
       devices, has_times: of the target: the number of devices, and whether compiled steps have times.
       as_written: the model with its own checkpoints, if the policies replace these.
-      kinds, parameter_bytes: the kinds of blocks, and the size of all parameters, for groups of layers.
+      kinds: the kinds of blocks, for groups of layers.
     """
 
     fit: Fit
@@ -54,7 +54,6 @@ class Known:
     has_times: bool = True
     as_written: StepCandidate | None = None
     kinds: Sequence[Kind] = ()
-    parameter_bytes: int = 0
 
     @property
     def worth(self) -> float:

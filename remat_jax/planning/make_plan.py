@@ -27,7 +27,7 @@ from remat_jax.planning.check_budget import budget_bytes, check_arguments_fit, h
 from remat_jax.planning.choose_fastest import choose_fastest
 from remat_jax.planning.compile_candidates import Compiler, Progress, one_line
 from remat_jax.planning.findings import info, option_findings, warning
-from remat_jax.planning.fit_memory import predicted
+from remat_jax.planning.fit_memory import predicted, with_shares
 from remat_jax.planning.generators.as_written import counted_flops
 from remat_jax.planning.loop import Ended, search, settle
 from remat_jax.planning.model import Model
@@ -356,11 +356,10 @@ class _Planner:
         learnt, link = self.known.fit.stack, self.known.fit.guess.link
         moved = self.known.fit.arguments - other.fit.arguments
         copies = 0.0 if link is None else link.exposed_out(moved, 0.0) + link.exposed_in(moved, 0.0)
-        shares = learnt.blocks[0].recomputed_share, learnt.blocks[0].fetched_share
-        blocks = tuple(replace(block, recomputed_share=shares[0], fetched_share=shares[1]) for block in other.fit.guess.blocks)
         if freed is None:
             freed = round(self.known.fit.guess.fixed_bytes - other.fit.guess.fixed_bytes)
-        stack = replace(other.fit.guess, blocks=blocks, fixed_bytes=max(other.fit.arguments, learnt.fixed_bytes - freed))
+        fixed = max(other.fit.arguments, learnt.fixed_bytes - freed)
+        stack = replace(with_shares(other.fit.guess, self.known.fit.shares), fixed_bytes=fixed)
         budget = self.known.fit.budget
         candidates = [other.solved.plan(stack, budget), *other.named]
         fits = [step for step in candidates if step is not None and predicted(stack, step.loads) <= budget]

@@ -140,7 +140,13 @@ def describe(
         speeds = of_blocks.out_bytes_per_s, of_blocks.in_bytes_per_s
         link = solver.HostLink(*speeds, rates.hidden_share, of_blocks.hbm_bytes_per_s)
     step = _plain_step(workload, kinds)
-    stack = solver.Stack(tuple(blocks), link, _fixed_bytes(workload, step, kinds, shares, target))
+    trained = compat.tree_bytes(workload.parameters)
+    share = compat.tree_bytes(_local_parameters(workload, step)) / trained if trained else 1.0
+    stack = solver.Stack(
+        tuple(replace(block, late_bytes=share * block.late_bytes) for block in blocks),
+        link,
+        _fixed_bytes(workload, step, kinds, shares, target),
+    )
     return _with_outside(Described(stack, tuple(kinds), 0.0, rates, gradients, alone, written), step)
 
 
@@ -201,6 +207,7 @@ def _block(kind: Kind, chosen: Sequence[Node], working: float) -> solver.Block:
         program.backward.seconds(program.rates),
         working_bytes=working,
         repeats=len(kind.layers),
+        late_bytes=float(program.call.stacked_bytes),
     )
 
 
@@ -218,10 +225,14 @@ def _fixed_bytes(workload: Workload, step: TrainingStep, kinds: Sequence[Kind], 
     # A CPU has one memory: arrays in host memory count as device memory.
     taken = device_bytes if backend_of(target).separate_host_memory else compat.tree_bytes
     # The trained parameters count twice, because the gradients have the same size; the sums of gradients over micro-batches are
-    # a tree of their own. In a step that is made from a loss they are the first argument.
-    own = step.local_arguments[0] if workload.has_loss else step.local_like(workload.parameters)
-    trained = [own] * (1 if workload.gradients == 1 else 2)
+    # a tree of their own.
+    trained = [_local_parameters(workload, step)] * (1 if workload.gradients == 1 else 2)
     return float(taken((step.local_arguments, trained)) + max(0, kept - inside))
+
+
+def _local_parameters(workload: Workload, step: TrainingStep) -> Any:
+    """The trained parameters as one device holds them. In a step that is made from a loss they are the first argument."""
+    return step.local_arguments[0] if workload.has_loss else step.local_like(workload.parameters)
 
 
 def extra_seconds(described: Described, policy: Any) -> float:

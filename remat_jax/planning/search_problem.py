@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from remat_jax import compat
 from remat_jax.errors import NoEffectError, PolicyError, UnsupportedError
 from remat_jax.hardware import Target
 from remat_jax.memory.compile.backends import backend_of
@@ -133,6 +132,7 @@ def _known(
     nested = any(kind.program.call.nested for kind in kinds)
     host_bytes = math.inf if host_budget is None else float(host_budget)
     fit = Fit(described.stack, float(budget), host_bytes, argument_bytes(workload))
+    cut = (lambda candidate, cuts: candidate) if nested else functools.partial(recut, described)
     written = None
     if workload.replaced_checkpoints:
         everything, full = (named_candidate(described, name) for name in ("everything", "full"))
@@ -140,13 +140,12 @@ def _known(
     return Known(
         fit,
         Times(fit, described.base_seconds),
-        Solved(fit, named, functools.partial(own_candidate, described), 1 if nested else _MOST_RUNS),
+        Solved(fit, named, functools.partial(own_candidate, described), 1 if nested else _MOST_RUNS, cut),
         tuple(named),
-        (lambda candidate, cuts: candidate) if nested else functools.partial(recut, described),
+        cut,
         scanned=any(kind.scanned for kind in kinds),
         devices=target.devices,
         has_times=backend_of(target).models_time,
         as_written=written,
         kinds=kinds,
-        parameter_bytes=compat.tree_bytes(workload.parameters),
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from remat_jax.errors import InfeasibleBudget
-from remat_jax.planning.candidate import Choices, StepCandidate, block_policies, choices_together, singles
+from remat_jax.planning.candidate import Choices, Cuts, StepCandidate, block_policies, choices_together, singles
 from remat_jax.planning.fit_memory import Fit, predicted
 from remat_jax.planning.problem import KEEP_ALL
 from remat_jax.solver import Choice, Prices, Solver, Stack, cheapest_policy
@@ -22,6 +22,7 @@ class Solved:
       named: the applicable named policies; the solver starts from those that its choices express.
       make: returns the candidate of the solver's choices, with its estimated time.
       most_policies: the maximum number of policies among layers of one kind.
+      recut: returns a candidate with its scans cut at the given layers.
     """
 
     def __init__(
@@ -30,8 +31,9 @@ class Solved:
         named: Sequence[StepCandidate],
         make: Callable[[Choices], StepCandidate],
         most_policies: int = MOST_POLICIES,
+        recut: Callable[[StepCandidate, Cuts], StepCandidate] = lambda candidate, cuts: candidate,
     ) -> None:
-        self.fit, self.named, self.make = fit, named, make
+        self.fit, self.named, self.make, self.recut = fit, named, make, recut
         self.most_policies = min(most_policies, MOST_POLICIES)
         self._solvers: dict[tuple[Stack, int], Solver] = {}
 
@@ -56,7 +58,7 @@ class Solved:
         except InfeasibleBudget:
             least = self.least(stack)
             return least if predicted(stack, least.loads) <= budget and least.host_bytes <= host_budget else None
-        return self.make(choices_together(stack, plan))
+        return self.recut(self.make(choices_together(stack, plan)), plan.cuts)
 
     def _solver(self, stack: Stack, most_policies: int) -> Solver:
         """The solver of a fitted stack; a new solver starts from the previous solver's policies."""

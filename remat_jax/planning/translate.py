@@ -57,7 +57,8 @@ def recut(described: Described, candidate: StepCandidate, cuts: Cuts) -> StepCan
             inside = (at for at in cuts if first < at < first + block.repeats)
             kept += [at for at in inside if candidate.kept[at - 1] == candidate.kept[at]]
         first += block.repeats
-    return replace(candidate, cuts=tuple(kept))
+    loads = tuple(replace(load, cut=at in kept) for at, load in enumerate(candidate.loads))
+    return replace(candidate, cuts=tuple(kept), loads=loads)
 
 
 def named_candidate(described: Described, name: str) -> StepCandidate:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from remat_jax.solver.policies import BlockPolicy, StackPlan, peak_bytes, stack_plan
+from remat_jax.solver.policies import BlockPolicy, StackPlan, not_yet_allocated, peak_bytes, scans, stack_plan
 from remat_jax.solver.problem import Block, Choice, HostLink, ResidualCosts, Stack
 from remat_jax.solver.solve import Solver, solve
 from remat_jax.solver.table import Prices, cheapest_policy
@@ -18,7 +18,9 @@ __all__ = [
     "Stack",
     "StackPlan",
     "cheapest_policy",
+    "not_yet_allocated",
     "peak_bytes",
+    "scans",
     "solve",
     "stack_plan",
 ]

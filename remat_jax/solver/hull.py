@@ -45,6 +45,8 @@ are left after pruning, the cheapest policies at a range of prices are used inst
 _SEEDS, _TRANSIENT = 13, (0.0, 0.03, 0.3, 1.0)
 """If a block's policies are not enumerated, column generation starts with the cheapest policies at `_SEEDS` prices of a saved
 byte. Each price is combined with several prices of a transient byte: the price times each number in `_TRANSIENT`."""
+_LATE_SHARES = (0.5, 0.0)
+"""The shares of the late bytes for which scanned layers have further prices."""
 _OVER = 1e3
 """An excess of one `unit` of memory over a budget (`_optimum`) costs this number × the number of blocks × the largest extra
 seconds of a policy."""
@@ -95,11 +97,22 @@ class Hull:
         self._codes[kind] = joined[np.sort(first)]
         return len(first) > len(before)
 
-    def relaxed(self, budget: float, host_budget: float) -> tuple[float, tuple[Prices, ...]]:
-        """A lower bound on every plan's extra seconds, and each run's prices; adds the policies that the optimum needs."""
+    def relaxed(self, budget: float, host_budget: float) -> tuple[float, list[tuple[Prices, ...]]]:
+        """A lower bound on every plan's extra seconds, and each run's prices; adds the policies that the optimum needs.
+
+        The bound lets every layer be a scan of its own. If layers have late bytes, scans need more memory than that, but less
+        than if all late bytes were allocated from the start: there are prices of both, and of a case between them.
+        """
+        bound, prices = self._relaxed(budget, host_budget, 1.0)
+        if not any(block.late_bytes for block in self.stack.blocks):
+            return bound, [prices]
+        return bound, [prices, *(self._relaxed(budget, host_budget, share)[1] for share in _LATE_SHARES)]
+
+    def _relaxed(self, budget: float, host_budget: float, late: float) -> tuple[float, tuple[Prices, ...]]:
+        """The bound and the prices if the share ``late`` of the late bytes is allocated late."""
         bound = -math.inf
         for _ in range(ROUNDS):
-            value, prices, worth = self._optimum(budget, host_budget)
+            value, prices, worth = self._optimum(budget, host_budget, late)
             cheapest: dict[tuple[int, Prices], tuple[Array, float]] = {}
             missing, new = 0.0, False
             for run, at_prices in enumerate(zip(self._kind, prices, strict=True)):
@@ -112,8 +125,11 @@ class Hull:
                 break
         return bound, prices
 
-    def _optimum(self, budget: float, host_budget: float) -> tuple[float, tuple[Prices, ...], tuple[float, ...]]:
-        """The relaxation over the current policies: its value, each run's prices, and each run's dual value per block."""
+    def _optimum(self, budget: float, host_budget: float, late: float) -> tuple[float, tuple[Prices, ...], tuple[float, ...]]:
+        """The relaxation over the current policies: its value, each run's prices, and each run's dual value per block.
+
+        The dual values are of the policies' costs at these prices (`BlockTable.cost`), which do not count late bytes.
+        """
         # Imported here: SciPy takes a quarter of remat_jax's import time.
         from scipy.optimize import linprog
 
@@ -124,7 +140,9 @@ class Hull:
         ends = [at for at, run in enumerate(self.runs) if run.repeats == 1] if math.isfinite(budget) else []
         unit = columns[:, NEED].max() + self.stack.fixed_bytes or 1.0
         rows = [np.where(owner < at, columns[:, SAVED], np.where(owner == at, columns[:, NEED], 0.0)) / unit for at in ends]
-        limits = [(budget - self.stack.fixed_bytes) / unit] * len(ends)
+        # All late bytes of earlier layers are free, whichever policies these have.
+        free = np.cumsum([0.0, *(late * run.repeats * run.late_bytes for run in self.runs)])
+        limits = [(budget - self.stack.fixed_bytes + free[at]) / unit for at in ends]
         if math.isfinite(host_budget) and columns[:, HOST].any():
             rows.append(columns[:, HOST] / unit)
             limits.append(host_budget / unit)

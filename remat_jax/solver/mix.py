@@ -1,25 +1,28 @@
 """Mixes of policies: the best mix for equal layers, and one mix for each of several kinds of blocks.
 
-A mix has at most three runs of consecutive layers, with one policy each. At each layer, the bytes saved by earlier layers plus
-the bytes that the layer needs must fit the budget. A run needs most memory at its last layer, so each run gives one constraint.
-`best_mix` fixes three policies in order and the number of layers under the third. Then the time and the constraints are linear
-in the number of layers under the second, so an end of the feasible interval is optimal. All triples of policies are evaluated
-at once as arrays.
+A mix has at most three runs of consecutive layers, with one policy each; runs of scans have different lengths (`_alike`). At
+each layer, the bytes saved by earlier layers, without their late bytes (`Block.late_bytes`), plus the bytes that the layer
+needs must fit the budget. A run needs most memory at its last layer: what its layers save is kept until all of them have run
+backward. So each run gives one constraint. `best_mix` fixes three policies in order and the number of layers under the third.
+Then the time and the constraints are linear in the number of layers under the second, so an end of the feasible interval is
+optimal. All triples of policies are evaluated at once as arrays.
 
 `shared` divides the memory among several kinds: a multiple-choice knapsack, solved approximately by a dynamic program. Each
-kind uses one mix of two policies. A mix fits if the bytes that it needs plus those saved by earlier kinds are within the
+kind uses one of its `first_mixes`. A mix fits if the bytes that it needs plus those saved by earlier kinds are within the
 budget. The dynamic program goes through the kinds in forward order and keeps the fastest combinations for each amount of saved
 memory. Nearly equal amounts share a bin (`_BINS`), so the program is fast for any number of kinds, but not exact.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from remat_jax.solver.problem import Block
 from remat_jax.solver.table import EXTRA, HOST, NEED, SAVED, Array
 
 ROUNDING = 1e-12
@@ -30,13 +33,13 @@ COUNTS = 65
 `best_mix` limits the counts of the last run in this way, and then also tries the counts near the best count.
 """
 Runs = tuple[tuple[int, int], ...]
-"""A mix: for each run, the index of its policy and its number of layers."""
-_FIRST, _SECOND, _COUNT = 4, 5, 6
-"""The columns of a mix after those of `BlockTable.measures`: its two policies, and the number of layers under the first."""
+"""A mix: for each run, the index of its policy and its number of layers. A scan is cut between runs of equal policies."""
+_PLACES = 12
+"""The maximum number of places where a scan of lean layers may be cut in the first plan."""
 _BINS = 1024
 """The number of bins of saved memory."""
 _NEED_BINS, _SAVED_BINS, _HOST_BINS = 16, 256, 16
-"""The numbers of bins, for needed, saved and host memory, into which `mixes_of_two` sorts the mixes of one kind. Host memory
+"""The numbers of bins, for needed, saved and host memory, into which `first_mixes` sorts the mixes of one kind. Host memory
 has bins only if it is limited."""
 
 
@@ -46,8 +49,9 @@ class Room:
 
     Attributes:
         budget: bytes of device memory in total.
-        before: bytes in use before the first of these layers.
-        behind: bytes that later blocks need in addition to the bytes saved by these and earlier layers.
+        before: bytes in use before the first of these layers, without the late bytes of earlier layers.
+        behind: bytes that later blocks need in addition to the bytes saved by these and earlier layers, without the late bytes
+            of these and earlier layers.
         host: bytes of host memory left to these layers.
     """
 
@@ -57,30 +61,58 @@ class Room:
     host: float = float("inf")
 
 
-def best_mix(measures: Array, ends: Array, layers: int, room: Room, triples: Array) -> tuple[float, Runs] | None:
+def cuts_help(block: Block, most: int) -> bool:
+    """Whether a mix of at most ``most`` runs may have neighbouring runs of one policy: a scan that is cut needs less memory."""
+    return block.late_bytes > 0 and most > 2
+
+
+def best_mix(
+    block: Block, measures: Array, ends: Array, room: Room, triples: Array, *, cuts: bool = False
+) -> tuple[float, Runs] | None:
     """The extra seconds and the runs of the fastest mix that fits; None if none fits.
 
     Args:
+        block: the kind of block, with the number of layers (`Block.repeats`).
         measures: bytes saved, bytes needed, bytes on the host, extra seconds; shape (policies, 4), from `BlockTable.measures`.
         ends: whether each policy is legal for the last layer, shape (policies,).
-        layers: the number of layers.
-        triples: the policies of three runs in forward order, shape (triples, 3); equal adjacent policies are one run.
+        triples: the policies of three runs in forward order, shape (triples, 3); equal adjacent policies are one run, unless
+            ``cuts`` allows to cut a scan between them.
     """
-    triples = triples[ends[triples[:, 2]]]
+    layers, triples = block.repeats, triples[ends[triples[:, 2]]]
     if not len(triples):
         return None
     last_counts = np.unique(np.linspace(1, layers, min(layers, COUNTS)).round())
-    fastest = _fastest(measures, triples, layers, room, last_counts)
+    fastest = _fastest(block, measures, triples, room, last_counts, cuts)
     if fastest is not None and layers > COUNTS:
         _, near = fastest[1][2]
         beside = np.arange(max(1, near - layers // COUNTS), min(layers, near + layers // COUNTS) + 1)
-        finer = _fastest(measures, triples, layers, room, beside)
+        finer = _fastest(block, measures, triples, room, beside, cuts)
         fastest = min(fastest, finer or fastest, key=lambda mix: mix[0])
     if fastest is None:
         return None
     seconds, runs = fastest
-    equal_runs = itertools.groupby((run for run in runs if run[1]), key=lambda run: run[0])
-    return seconds, tuple((policy, sum(count for _, count in equal)) for policy, equal in equal_runs)
+    return seconds, tuple(run for run in runs if run[1])
+
+
+def joined(block: Block, measures: Array, room: Room, runs: Runs) -> Runs:
+    """The runs, with neighbours of equal policies joined if they then fit as well."""
+    for at in range(len(runs) - 1, 0, -1):
+        if runs[at - 1][0] == runs[at][0]:
+            fewer = (*runs[: at - 1], (runs[at][0], runs[at - 1][1] + runs[at][1]), *runs[at + 1 :])
+            fits = totals(block, measures, fewer)[1] <= (room.budget - room.before) * (1 + ROUNDING)
+            if not block.late_bytes or (fits and not _alike(*(np.array(count) for _, count in fewer), np.array(0))):
+                runs = fewer
+    return runs
+
+
+def totals(block: Block, measures: Array, runs: Runs) -> tuple[float, float, float]:
+    """Of a mix: the bytes saved without the late bytes, the peak above the memory in use before, and the bytes on the host."""
+    saved = most = host = 0.0
+    for policy, count in runs:
+        each = measures[policy]
+        most = max(most, saved + (count - 1) * each[SAVED] + each[NEED])
+        saved, host = saved + count * (each[SAVED] - block.late_bytes), host + count * each[HOST]
+    return saved, most, host
 
 
 def orders(policies: Sequence[int], most: int) -> Array:
@@ -100,24 +132,30 @@ def _with_at_most(most: int, listed: Iterable[tuple[int, ...]]) -> Array:
     return triples[(np.diff(triples, axis=1) != 0).sum(axis=1) < most]
 
 
-def _fastest(measures: Array, triples: Array, layers: int, room: Room, last: Array) -> tuple[float, Runs] | None:
+def _fastest(block: Block, measures: Array, triples: Array, room: Room, last: Array, cuts: bool) -> tuple[float, Runs] | None:
     """Extra seconds and the three runs of the fastest mix; ``last`` has the layer counts to try for the third policy."""
+    layers, late = block.repeats, block.late_bytes
     budget, host = room.budget * (1 + ROUNDING), room.host * (1 + ROUNDING)
     first, second, third = (measures[triples[:, place]][:, :, None] for place in range(3))
     in_first_two = layers - last[None, :]
     # With n layers under the second policy and in_first_two − n under the first, each constraint is constant + n · slope ≤ 0.
     slope = second[:, SAVED] - first[:, SAVED]
-    kept = room.before + in_first_two * first[:, SAVED]
-    saved = kept + last * third[:, SAVED]
+    kept = room.before + in_first_two * (first[:, SAVED] - late)
+    saved = kept + last * (third[:, SAVED] - late)
     constraints = [
-        (kept + first[:, NEED] - first[:, SAVED] - budget, -first[:, SAVED]),
-        (kept + second[:, NEED] - second[:, SAVED] - budget, slope),
-        (saved + third[:, NEED] - third[:, SAVED] - budget, slope),
+        (room.before + (in_first_two - 1) * first[:, SAVED] + first[:, NEED] - budget, -first[:, SAVED]),
+        (kept + second[:, NEED] - second[:, SAVED] - budget, slope + late),
+        (kept + (last - 1) * third[:, SAVED] + third[:, NEED] - budget, slope),
         (saved + room.behind - budget, slope),
     ]
     if np.isfinite(room.host):
         constraints.append((in_first_two * first[:, HOST] + last * third[:, HOST] - host, second[:, HOST] - first[:, HOST]))
     least, most = np.zeros(saved.shape), np.broadcast_to(in_first_two, saved.shape).astype(float)
+    if late and not cuts:
+        # Neighbouring runs of one policy would be one scan: allow only one of them.
+        same, behind = (np.broadcast_to(triples[:, at, None] == triples[:, at + 1, None], saved.shape) for at in (0, 1))
+        most = np.where(same | behind, 0.0, most)
+        most = np.where(same & behind & (in_first_two > 0), -1.0, most)
     for constant, slopes in constraints:
         slopes = np.broadcast_to(slopes, constant.shape)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -128,6 +166,11 @@ def _fastest(measures: Array, triples: Array, layers: int, room: Room, last: Arr
         most = np.where((slopes == 0) & (constant > 0), -1.0, most)
     gain = second[:, EXTRA] - first[:, EXTRA]
     count = np.where(gain < 0, most, least)
+    for _ in range(3 if late else 0):
+        # Scans of equal lengths allocate their gradients together (`policies.not_yet_allocated`): try the next count.
+        count = count + np.where(_alike(in_first_two - count, count, last[None, :]), np.where(gain < 0, -1, 1), 0)
+    if late:
+        least = np.where(_alike(in_first_two - count, count, last[None, :]) | (count < least) | (count > most), np.inf, least)
     seconds = (in_first_two - count) * first[:, EXTRA] + count * second[:, EXTRA] + last * third[:, EXTRA]
     seconds = np.where((least <= most) & (in_first_two >= 0), seconds, np.inf)
     row, place = np.unravel_index(int(seconds.argmin()), seconds.shape)
@@ -138,37 +181,54 @@ def _fastest(measures: Array, triples: Array, layers: int, room: Room, last: Arr
     return float(seconds[row, place]), tuple(zip(map(int, triples[row]), counts, strict=True))
 
 
-def mixes_of_two(
-    measures: Array, ends: Array, layers: int, policies: Sequence[int], most: int, room: Room, host_price: float
-) -> Array:
-    """Mixes of two policies that fit in ``room``, shape (mixes, 7); only single policies if ``most`` is 1.
+def _alike(*lengths: Array) -> Array:
+    """Whether two of the lengths are equal, and more than 1."""
+    pairs = itertools.combinations(lengths, 2)
+    return functools.reduce(np.logical_or, ((one == other) & (one > 1) for one, other in pairs))
 
-    The first four columns are those of `BlockTable.measures` for all layers together. Bytes needed are the peak above the
-    memory in use before these layers. Of mixes that save, need and offload nearly the same bytes, only the cheapest is
-    returned.
+
+def first_mixes(
+    block: Block,
+    measures: Array,
+    ends: Array,
+    policies: Sequence[int],
+    lean: Sequence[int],
+    most: int,
+    room: Room,
+    host_price: float,
+    *,
+    cuts: bool = False,
+) -> Array:
+    """Mixes that fit in ``room``, shape (mixes, 10), for the first plan; only single policies if ``most`` is 1.
+
+    They are all mixes of two policies, and where it helps to cut scans, those of three lean ones. The first four columns are
+    those of `BlockTable.measures` for all layers together, as in `totals`: bytes saved are without the late bytes, and bytes
+    needed are the peak above the memory in use before these layers. Of mixes that save, need and offload nearly the same bytes,
+    only the cheapest is returned.
 
     Args:
+        block: the kind of block, with the number of layers (`Block.repeats`).
         measures: shape (policies, 4), from `BlockTable.measures`.
         ends: whether each policy is legal for the last layer, shape (policies,).
         policies: the indices of the policies to mix.
+        lean: the indices of the policies to mix in three runs, such as those that need least memory.
         host_price: seconds per byte in host memory.
+        cuts: whether a scan may be cut between two runs of one policy (`cuts_help`).
     """
+    layers = block.repeats
     counts = np.unique(np.linspace(0, layers - 1, min(layers, COUNTS)).round()) if most > 1 else np.zeros(1)
     chosen = np.array(policies, int)
     first, second, count = (axis.ravel() for axis in np.meshgrid(chosen, chosen[ends[chosen]], counts, indexing="ij"))
-    keep = (count > 0) | (first == second)
-    first, second, count = first[keep], second[keep], count[keep]
-    before, after, rest = measures[first], measures[second], layers - count
-    mixes = np.zeros((len(first), 7))
-    kept = count * before[:, SAVED]
-    mixes[:, SAVED] = kept + rest * after[:, SAVED]
-    mixes[:, NEED] = np.maximum(
-        np.where(count > 0, kept + before[:, NEED] - before[:, SAVED], 0.0),
-        mixes[:, SAVED] + after[:, NEED] - after[:, SAVED],
-    )
-    for column in (HOST, EXTRA):
-        mixes[:, column] = count * before[:, column] + rest * after[:, column]
-    mixes[:, _FIRST], mixes[:, _SECOND], mixes[:, _COUNT] = first, second, count
+    keep = np.where(first == second, cuts | (count == 0), count > 0)
+    mixed = np.stack([first, second, second, count, layers - count, 0 * count], axis=1)[keep]
+    if cuts and layers > 2:
+        places = np.unique(np.linspace(1, layers - 1, min(layers - 1, _PLACES)).round())
+        pairs = [(one, other - one, layers - other) for one, other in itertools.combinations(places, 2)]
+        triples = [triple for triple in itertools.product(lean, repeat=3) if ends[triple[2]]]
+        mixed = np.concatenate([mixed, *(np.array([(*triple, *pair) for pair in pairs]) for triple in triples)])
+    if block.late_bytes:
+        mixed = mixed[~_alike(*mixed[:, 3:].T)]
+    mixes = np.column_stack([_measured(block, measures, mixed), mixed])
     fits = (mixes[:, NEED] <= (room.budget - room.before) * (1 + ROUNDING)) & (mixes[:, HOST] <= room.host * (1 + ROUNDING))
     mixes = mixes[fits]
     if not len(mixes):
@@ -181,17 +241,30 @@ def mixes_of_two(
     return mixes[order[cheapest]]
 
 
-def runs_of(mix: Array, layers: int) -> Runs:
-    """The runs of one row of `mixes_of_two`."""
-    first, second, count = map(int, mix[_FIRST:])
-    return ((second, layers),) if first == second or not count else ((first, count), (second, layers - count))
+def _measured(block: Block, measures: Array, mixed: Array) -> Array:
+    """The first four columns of `first_mixes`, from the policies and the lengths of the runs."""
+    columns = np.zeros((len(mixed), 4))
+    for policies, counts in zip(mixed[:, :3].astype(int).T, mixed[:, 3:].T, strict=True):
+        each = measures[policies]
+        peak = columns[:, SAVED] + (counts - 1) * each[:, SAVED] + each[:, NEED]
+        columns[:, NEED] = np.maximum(columns[:, NEED], np.where(counts > 0, peak, 0.0))
+        columns[:, SAVED] += counts * (each[:, SAVED] - block.late_bytes)
+        for column in (HOST, EXTRA):
+            columns[:, column] += counts * each[:, column]
+    return columns
+
+
+def runs_of(mix: Array) -> Runs:
+    """The runs of one row of `first_mixes`."""
+    pairs = zip(map(int, mix[4:7]), map(int, mix[7:]), strict=True)
+    return tuple((policy, count) for policy, count in pairs if count)
 
 
 def shared(kinds: Sequence[Array], budget: float, host_budget: float, host_price: float) -> list[Array] | None:
     """One mix per kind: the cheapest combination found that fits both budgets; None if no combination was found.
 
     Args:
-        kinds: for each kind in forward order, its mixes, with the columns of `mixes_of_two`.
+        kinds: for each kind in forward order, its mixes, with the columns of `first_mixes`.
         budget, host_budget: bytes on the device and in host memory, for all kinds together.
         host_price: seconds per byte in host memory.
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 from remat_jax.errors import PlanningError
 from remat_jax.solver.problem import Block, Choice, HostLink, Stack, all_of
@@ -96,6 +98,7 @@ class StackPlan:
         host_bytes: bytes in host memory.
         extra_seconds: time to keep, recompute and copy residuals.
         lower_bound: the solver's lower bound on the seconds of any plan.
+        cuts: indices of blocks, in forward order, before which a scan is cut although both sides have the same policy.
     """
 
     policies: tuple[BlockPolicy, ...]
@@ -104,19 +107,53 @@ class StackPlan:
     host_bytes: float
     extra_seconds: float
     lower_bound: float = 0.0
+    cuts: tuple[int, ...] = ()
 
 
-def peak_bytes(stack: Stack, policies: Sequence[BlockPolicy]) -> float:
+def scans(blocks: Sequence[Block], keys: Sequence[Any], cuts: Collection[int] = ()) -> list[tuple[int, int]]:
+    """The first block of each scan, and the first block after it.
+
+    Consecutive equal blocks with equal keys, such as their choices, are in one scan, unless it is cut before one of them
+    (`StackPlan.cuts`). A block without late bytes is alone, because only its own bytes matter.
+    """
+    each = list(zip((block.name for block in blocks), keys, strict=True))
+    joined = (at > 0 and block.late_bytes and at not in cuts and each[at] == each[at - 1] for at, block in enumerate(blocks))
+    starts = [at for at, is_joined in enumerate(joined) if not is_joined]
+    return list(pairwise([*starts, len(each)]))
+
+
+def not_yet_allocated(blocks: Sequence[Block], spans: Sequence[tuple[int, int]]) -> list[float]:
+    """For each scan of `scans`, the late bytes of earlier scans that are not allocated while it runs backward.
+
+    Scans of one kind and of the same length share the zeros from which their gradients start, so the gradients of all of them
+    are there once the first runs backward. A scan of one layer is no loop, and needs no zeros.
+    """
+    if not any(block.late_bytes for block in blocks):
+        return [0.0] * len(spans)
+    free = []
+    for at in range(len(spans)):
+        begun = {(blocks[first].name, stop - first) for first, stop in spans[at:] if stop - first > 1}
+        earlier = (each for each in spans[:at] if (blocks[each[0]].name, each[1] - each[0]) not in begun)
+        free.append(sum((stop - first) * blocks[first].late_bytes for first, stop in earlier))
+    return free
+
+
+def peak_bytes(stack: Stack, policies: Sequence[BlockPolicy], cuts: Collection[int] = ()) -> float:
     """A stack's peak device memory: the fixed bytes, plus the largest sum, over the blocks, of a block's transient bytes and
-    the bytes saved by the block and all earlier blocks."""
-    kept, peak = stack.fixed_bytes, stack.fixed_bytes
-    for policy in policies:
-        kept += policy.saved_bytes
-        peak = max(peak, kept + policy.transient_bytes)
+    the bytes saved by the block and all earlier blocks, without late bytes of earlier blocks (`not_yet_allocated`).
+
+    The blocks of one scan (`scans`) count as one block.
+    """
+    blocks = [policy.block for policy in policies]
+    spans = scans(blocks, [policy.choices for policy in policies], cuts)
+    kept = peak = stack.fixed_bytes
+    for (start, stop), free in zip(spans, not_yet_allocated(blocks, spans), strict=True):
+        kept += sum(policy.saved_bytes for policy in policies[start:stop])
+        peak = max(peak, kept + policies[start].transient_bytes - free)
     return peak
 
 
-def stack_plan(stack: Stack, policies: Sequence[BlockPolicy], *, bound: float = 0.0) -> StackPlan:
+def stack_plan(stack: Stack, policies: Sequence[BlockPolicy], *, bound: float = 0.0, cuts: tuple[int, ...] = ()) -> StackPlan:
     """The plan with these policies, one per block; ``bound`` is the solver's lower bound on the extra seconds."""
     runs = stack.runs()
     run_of_block = [at for at, run in enumerate(runs) for _ in range(run.repeats)]
@@ -128,8 +165,9 @@ def stack_plan(stack: Stack, policies: Sequence[BlockPolicy], *, bound: float = 
     return StackPlan(
         policies=checked,
         seconds=stack.base_seconds + extra,
-        peak_bytes=peak_bytes(stack, checked),
+        peak_bytes=peak_bytes(stack, checked, cuts),
         host_bytes=math.fsum(policy.host_bytes for policy in checked),
         extra_seconds=extra,
         lower_bound=stack.base_seconds + min(bound, extra),
+        cuts=cuts,
     )

@@ -123,6 +123,11 @@ class Block:
     of these residuals are live at once; with a smaller share, only some are. A ``fetched_share`` above 1 also counts arrays
     already fetched for the block whose backward pass runs next.
 
+    Blocks with ``late_bytes`` are layers of scans: consecutive equal ones under one policy are one scan, which keeps what
+    all of them save until its backward pass ends. The late bytes, such as the gradients of the layers' parameters, are a
+    part of the stack's fixed bytes. A scan allocates those of all its layers when its backward pass begins. Until then, the
+    backward passes of later blocks can use this memory.
+
     Attributes:
         name: unique in its stack.
         residuals: in any order.
@@ -131,6 +136,7 @@ class Block:
         input_bytes: size of an input that every policy keeps on the device; 0 if the input is among the residuals.
         repeats: the number of consecutive equal blocks.
         recomputed_share, fetched_share: the shares described above.
+        late_bytes: the bytes described above, of one block.
 
     >>> Block("layer", (ResidualCosts("x", 8.0), ResidualCosts("up", 32.0, 0.5, parents=("x",))), 1.0, 2.0, repeats=24).order
     (0, 1)
@@ -145,12 +151,13 @@ class Block:
     repeats: int = 1
     recomputed_share: float = 1.0
     fetched_share: float = 1.0
+    late_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         where = f"Block {self.name!r}"
         object.__setattr__(self, "residuals", all_of(f"{where}: residuals", self.residuals, ResidualCosts))
         shares = ("recomputed_share", "fetched_share")
-        for name in ("forward_seconds", "backward_seconds", "working_bytes", "input_bytes", *shares):
+        for name in ("forward_seconds", "backward_seconds", "working_bytes", "input_bytes", "late_bytes", *shares):
             check_number(f"{where}: {name}", getattr(self, name))
         check_count(f"{where}: repeats", self.repeats)
         check_names(f"{where}: residuals", (residual.name for residual in self.residuals))
@@ -192,7 +199,7 @@ class Stack:
     Attributes:
         blocks: one block per kind, in forward order; ``repeats`` is the number of blocks of the kind.
         link: the link to host memory; None forbids offload.
-        fixed_bytes: device memory in use during the whole step: parameters, gradients, optimizer state.
+        fixed_bytes: device memory in use during the whole step: parameters, gradients (`Block.late_bytes`), optimizer state.
         offload_last: whether the last block of the stack may offload. Its backward pass directly follows its forward pass,
             so no compute hides its copies.
     """

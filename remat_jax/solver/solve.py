@@ -9,6 +9,7 @@ other kinds leave, until no kind gets faster. ``docs/how/planner.md`` states the
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +18,19 @@ import numpy as np
 
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.solver.hull import Hull
-from remat_jax.solver.mix import Room, Runs, best_mix, mixes_of_two, orders, orders_beside, runs_of, shared
+from remat_jax.solver.mix import (
+    Room,
+    Runs,
+    best_mix,
+    cuts_help,
+    first_mixes,
+    joined,
+    orders,
+    orders_beside,
+    runs_of,
+    shared,
+    totals,
+)
 from remat_jax.solver.policies import BlockPolicy, StackPlan, stack_plan
 from remat_jax.solver.problem import Block, Stack, check_budget, check_count
 from remat_jax.solver.table import CHOICES, EXTRA, HOST, NEED, SAVED, Array, Prices
@@ -67,19 +80,23 @@ class Solver:
     def plan(self, budget: float = math.inf, host_budget: float = math.inf) -> StackPlan:
         """The fastest plan found within both budgets (in bytes); raises `InfeasibleBudget` if it finds no plan that fits."""
         bound, prices = self._relaxed(budget, host_budget)
-        return stack_plan(self.stack, self._mixed(budget, host_budget, prices), bound=bound)
+        policies, cuts = self._mixed(budget, host_budget, prices)
+        return stack_plan(self.stack, policies, bound=bound, cuts=cuts)
 
     def bound(self, budget: float = math.inf, host_budget: float = math.inf) -> float:
         """A lower bound on `StackPlan.extra_seconds` of every plan within both budgets (in bytes)."""
         return self._relaxed(budget, host_budget)[0]
 
-    def _relaxed(self, budget: float, host_budget: float) -> tuple[float, tuple[Prices, ...]]:
+    def _relaxed(self, budget: float, host_budget: float) -> tuple[float, list[tuple[Prices, ...]]]:
         check_budget("budget", budget)
         check_budget("host_budget", host_budget)
         bound, prices = self._hull.relaxed(budget, host_budget)
         return max(0.0, bound), prices
 
-    def _mixed(self, budget: float, host_budget: float, prices: Sequence[Prices]) -> list[BlockPolicy]:
+    def _mixed(
+        self, budget: float, host_budget: float, prices: Sequence[Sequence[Prices]]
+    ) -> tuple[list[BlockPolicy], tuple[int, ...]]:
+        """The policy of each block, and where scans are cut (`StackPlan.cuts`)."""
         pairs = zip(self.stack.blocks, self._hull.kinds, strict=True)
         kinds = [_Kind(self._hull, block, runs, prices, self._most_policies) for block, runs in pairs]
         whole = Room(budget, before=self.stack.fixed_bytes, host=host_budget)
@@ -90,8 +107,13 @@ class Solver:
             faster += [kind.mix_beside(_room(kinds, at, whole)) for at, kind in enumerate(kinds)]
             if not any(faster):
                 break
+        for at, kind in enumerate(kinds):
+            kind.runs = joined(kind.block, kind.measures, _room(kinds, at, whole), kind.runs)
         runs = [(kind.table.policy(kind.codes[policy]), count) for kind in kinds for policy, count in kind.runs]
-        return [policy for policy, count in runs for _ in range(count)]
+        ends = itertools.accumulate(count for _, count in runs)
+        pairs = zip(itertools.pairwise(policy for policy, _ in runs), ends, strict=False)
+        cuts = tuple(end for (one, other), end in pairs if one == other and one.block.late_bytes)
+        return [policy for policy, count in runs for _ in range(count)], cuts
 
 
 def solve(
@@ -104,9 +126,10 @@ def solve(
 class _Kind:
     """One kind of block during the search: its candidate policies and its current mix."""
 
-    def __init__(self, hull: Hull, block: Block, runs: Sequence[int], prices: Sequence[Prices], most: int) -> None:
-        self.layers, self._most = block.repeats, min(most, block.repeats)
-        self._prices = list(dict.fromkeys(prices[run] for run in runs))
+    def __init__(self, hull: Hull, block: Block, runs: Sequence[int], prices: Sequence[Sequence[Prices]], most: int) -> None:
+        self.block, self.layers, self._most = block, block.repeats, min(most, block.repeats)
+        self._cuts = cuts_help(block, most)
+        self._prices = list(dict.fromkeys(of_runs[run] for of_runs in prices for run in runs))
         self.host_price = self._prices[-1].host
         self.table, self._last = hull.table(runs[0]), hull.table(runs[-1])
         codes = np.unique(np.concatenate([hull.policies(runs[0]), hull.policies(runs[-1])]), axis=0)
@@ -117,7 +140,7 @@ class _Kind:
         self.codes, self.measures, self.ends = codes, self.table.measures(codes), self._last.legal(codes)
 
     def mixes(self, room: Room) -> Array:
-        """Mixes of two policies for the first plan. The policies are the cheapest ones and those that need least memory.
+        """Mixes for the first plan (`first_mixes`). The policies are the cheapest ones and those that need least memory.
 
         If host memory is limited, the cheapest policies that offload nothing, or least, are among them.
         """
@@ -130,7 +153,10 @@ class _Kind:
                 :3
             ]
         chosen = list(dict.fromkeys([*order, *least, int(self.measures[:, NEED].argmin())]))
-        return mixes_of_two(self.measures, self.ends, self.layers, chosen, self._most, room, self.host_price)
+        least = list(dict.fromkeys([*least, int(self.measures[:, NEED].argmin())]))
+        return first_mixes(
+            self.block, self.measures, self.ends, chosen, least, self._most, room, self.host_price, cuts=self._cuts
+        )
 
     def _ordered(self, count: int) -> list[int]:
         """Indices of the ``count`` cheapest policies, and of the ``count // 3`` cheapest that are legal for the last layer."""
@@ -149,13 +175,8 @@ class _Kind:
 
     @property
     def totals(self) -> tuple[float, float, float]:
-        """Bytes saved by these layers, their peak above the bytes saved before them, and their bytes in host memory."""
-        saved = most = host = 0.0
-        for policy, count in self.runs:
-            measures = self.measures[policy]
-            saved, host = saved + count * measures[SAVED], host + count * measures[HOST]
-            most = max(most, saved - measures[SAVED] + measures[NEED])
-        return saved, most, host
+        """`totals` of the current mix."""
+        return totals(self.block, self.measures, self.runs)
 
     def mix(self, room: Room) -> bool:
         """Replace the current mix if the best mix that fits in ``room`` is faster; returns whether the mix was replaced."""
@@ -174,7 +195,7 @@ class _Kind:
         return faster
 
     def _take_best(self, room: Room, triples: Array) -> bool:
-        mix = best_mix(self.measures, self.ends, self.layers, room, triples)
+        mix = best_mix(self.block, self.measures, self.ends, room, triples, cuts=self._cuts)
         seconds = sum(count * float(self.measures[policy, EXTRA]) for policy, count in self.runs)
         if mix is None or mix[0] >= seconds - _FASTER * abs(seconds):
             return False
@@ -192,7 +213,7 @@ def _share(kinds: Sequence[_Kind], budget: float, whole: Room) -> bool:
     if chosen is None:
         return False
     for kind, mix in zip(kinds, chosen, strict=True):
-        kind.runs = runs_of(mix, kind.layers)
+        kind.runs = runs_of(mix)
     return True
 
 
