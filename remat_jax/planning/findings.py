@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ KINDS = {
 }
 """The kinds of findings."""
 SEVERITIES = ("info", "warning")
+FITS_WITH_CUBLAS = "whether the step fits if XLA chooses cuBLAS for the matmuls"
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,23 @@ def info(kind: str, text: str) -> PlanFinding:
 def warning(kind: str, text: str) -> PlanFinding:
     """A finding about the plan's step, which is also issued as a warning."""
     return PlanFinding(kind, "warning", text)
+
+
+def not_shown(begin: str, claims: Sequence[str], why: str) -> list[PlanFinding]:
+    """One finding with all claims that were not shown. `begin` says why the search ended early; empty if it did not.
+
+    >>> [finding.text for finding in not_shown("", ["that A fits", "that B is faster"], "no compilations were left")]
+    ['Not shown: that A fits, and that B is faster; no compilations were left']
+    """
+    *first, last = dict.fromkeys(claims) or [""]
+    listed = f"Not shown: {', '.join([*first, f'and {last}' if first else last])}" * bool(last)
+    is_of_the_step = FITS_WITH_CUBLAS in claims
+    if begin:
+        listed = ". ".join(filter(None, [begin, listed]))
+    elif why and listed:
+        listed += f"; {why}"
+    finding = PlanFinding("cut_short" if begin else "not_shown", "warning" if is_of_the_step else "info", listed)
+    return [finding] if listed else []
 
 
 def option_findings(is_limited: bool, options: Mapping[str, Any], has_loss: bool) -> list[PlanFinding]:

@@ -16,11 +16,9 @@ from remat_jax.memory.compile.options import WITHOUT_TRITON
 from remat_jax.memory.compile.process import NotDoneError
 from remat_jax.planning.candidate import Tried
 from remat_jax.planning.compile_candidates import Compiler, first_sentence
-from remat_jax.planning.findings import PlanFinding, info, warning
+from remat_jax.planning.findings import FITS_WITH_CUBLAS, PlanFinding, info, warning
 from remat_jax.planning.known import Known
 from remat_jax.report.tables import format_bytes, format_seconds
-
-_NOT_SHOWN = "Not shown: whether the step fits if XLA chooses cuBLAS for the matmuls"
 
 _SHORTEST = 1.0
 """The compile process gets at least this many seconds."""
@@ -48,8 +46,11 @@ def more_without_triton(compiler: Compiler, tried: Tried) -> int | None:
             memory_limit=tried.candidate.memory_limit,
             kernels=compiler.kernels,
         )
+    except NotDoneError:
+        compiler.unfinished.append(FITS_WITH_CUBLAS)
+        return None
     except Exception as error:  # a step that fits is not lost, whatever fails
-        compiler.findings.append(warning("kernels", f"{_NOT_SHOWN}: {first_sentence(error)}"))
+        compiler.findings.append(warning("kernels", f"Not shown: {FITS_WITH_CUBLAS}: {first_sentence(error)}"))
         return None
     return max(0, sizes["the plan"].device - tried.compiled.device_bytes)
 
@@ -59,7 +60,8 @@ def kernel_findings(known: Known, best: Tried, compiler: Compiler) -> list[PlanF
     if best.compiled.more is None:
         is_told = any(finding.kind == "kernels" for finding in compiler.findings)
         is_open = backend_of(compiler.target).chooses_kernels_on_device and not is_told
-        return [info("not_shown", _NOT_SHOWN)] if is_open else []
+        compiler.unfinished += [FITS_WITH_CUBLAS] * is_open
+        return []
     budget = round(known.fit.whole_budget)
     excess = best.compiled.most_bytes - budget
     if excess > 0:
