@@ -123,7 +123,7 @@ def test_measure_says_what_the_library_says_as_one_json_object_and_nothing_else(
     assert data["workload"] == "three blocks" and data["target"] == "cpu"
     assert [report["policy"] for report in data["reports"]] == ["full", "dots"]
     assert data["reports"][0] == rj.measure(job, "full").to_dict()
-    assert [table["policy"] for table in data["residuals"]] == ["recompute: *", "save: @dots"]
+    assert [table["policy"] for table in data["residuals"]] == ["full", "dots"]
     assert {row["name"]: row["bytes"] for row in data["residuals"][1]["rows"]}["block_2/up:dot_general#0"] == 4 * 32 * 4
     # Backward reads the first product of each of three blocks (4 rows, 32 wide); it does not read products that are only added.
     assert data["reports"][1]["residual_device_bytes"] - data["reports"][0]["residual_device_bytes"] == 3 * 4 * 32 * 4
