@@ -191,7 +191,7 @@ class Workload:
         self.loss = under(self.mesh, finished.function)
         reused = tuple(finished.places.index(place) for place in places if place in finished.places)
         self.donate = bool(reused)
-        self._finished = TrainingStep(self.loss, finished.shapes, reused, (), self.mesh, self.shardings)
+        self._finished = TrainingStep(self.loss, finished.shapes, reused, (), self.mesh, self.shardings, finished.names)
         self._inside = LossInside(nnx_blocks.with_module_names(self.loss), finished.shapes, self.name)
         return self
 

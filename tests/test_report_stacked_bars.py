@@ -45,11 +45,15 @@ def hatched(picture):
     return tooltips
 
 
-def test_the_arguments_of_a_finished_step_are_not_its_batch():
-    """Argument 0 is usually the whole training state."""
-    state = {("argument 0", "argument"): 8 * MIB, ("argument 0", "forward"): 2 * MIB, ("argument 1", "argument"): 1 * MIB}
-    bars = grouped({"off": {**state, ("Net/up", "forward"): 4 * MIB, ("Net/down", "forward"): 4 * MIB}}, 2)["off"]
-    assert bars == {("arguments", "kept"): 11 * MIB, ("up", "kept"): 4 * MIB, ("down", "kept"): 4 * MIB}
+def test_the_largest_arguments_of_a_finished_step_are_parts_and_a_module_of_the_same_name_is_none_of_them():
+    sizes = {"state.params": 8, "state.opt_state": 16, "batch": 1, "rng": 2, "net": 4}
+    live = {(f"argument {name}", "argument"): size * MIB for name, size in sizes.items()}
+    live |= {("argument state.params", "forward"): 2 * MIB, ("net", "forward"): 4 * MIB, ("up", "forward"): 3 * MIB}
+    bars = grouped({"off": live}, 2)["off"]
+    assert {part: size // MIB for (part, kind), size in bars.items() if kind == "kept"} == {
+        **{"argument state.opt_state": 16, "argument state.params": 10, "argument net": 4, "other arguments": 3},
+        **{"net": 4, "up": 3},
+    }
 
 
 def test_every_byte_is_in_one_part_and_layers_are_together():

@@ -193,8 +193,10 @@ def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, s
     checked = as_block_policy(policy) if not isinstance(policy, dict) else None
     with collecting() as read, _effect_checked(policy.values() if isinstance(policy, dict) else [checked]):
         rows, aliases = _kept(workload, policy)
-    named = {"": checked} if checked is not None else {f"{name_of(block)}: ": as_block_policy(policy[block]) for block in policy}
-    text = "; ".join(f"{block}{getattr(of_block, 'name', None) or of_block}" for block, of_block in named.items())
+    of_blocks = (
+        {f"{name_of(block)}: ": as_block_policy(policy[block]) for block in policy} if checked is None else {"": checked}
+    )
+    text = "; ".join(f"{block}{getattr(of_block, 'name', None) or of_block}" for block, of_block in of_blocks.items())
     replaced = 0 if is_off(checked) else workload.replaced_checkpoints
     return ResidualTable(tuple(_ordered(rows)), workload.policy_text(text), None, _shared(read), replaced), aliases
 
