@@ -102,7 +102,7 @@ def test_a_plan_that_fits_is_kept_when_time_is_up(slow_compiler):
     assert planned.device_bytes <= 10 * MIB and slow_compiler == [80.0]  # one pair
     (note,) = planned.notes
     assert note.startswith("The search ended after timeout=30 s; a longer timeout may find a faster plan. Not shown: whether ")
-    assert note.endswith(", and that no further residual can be saved in a run of layers")
+    assert note.endswith(" would fit and be faster; that no further residual can be saved in a run of layers")
 
 
 def test_time_that_is_up_before_a_step_fits_is_no_lack_of_memory(slow_compiler):

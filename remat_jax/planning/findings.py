@@ -54,21 +54,26 @@ def warning(kind: str, text: str) -> PlanFinding:
     return PlanFinding(kind, "warning", text)
 
 
+def listed(texts: Sequence[str]) -> str:
+    """The texts in a row, each once.
+
+    >>> listed(["A", "B", "A", "C"]), listed(["A"])
+    ('A, B and C', 'A')
+    """
+    *first, last = dict.fromkeys(texts)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def not_shown(begin: str, claims: Sequence[str], why: str) -> list[PlanFinding]:
     """One finding with all claims that were not shown. `begin` says why the search ended early; empty if it did not.
 
     >>> [finding.text for finding in not_shown("", ["that A fits", "that B is faster"], "no compilations were left")]
-    ['Not shown: that A fits, and that B is faster; no compilations were left']
+    ['Not shown: that A fits; that B is faster; no compilations were left']
     """
-    *first, last = dict.fromkeys(claims) or [""]
-    listed = f"Not shown: {', '.join([*first, f'and {last}' if first else last])}" * bool(last)
-    is_of_the_step = FITS_WITH_CUBLAS in claims
+    severity = "warning" if FITS_WITH_CUBLAS in claims else "info"
     if begin:
-        listed = ". ".join(filter(None, [begin, listed]))
-    elif why and listed:
-        listed += f"; {why}"
-    finding = PlanFinding("cut_short" if begin else "not_shown", "warning" if is_of_the_step else "info", listed)
-    return [finding] if listed else []
+        return [PlanFinding("cut_short", severity, f"{begin}. Not shown: {'; '.join(claims)}" if claims else begin)]
+    return [PlanFinding("not_shown", severity, f"Not shown: {'; '.join([*claims, *([why] if why else [])])}")] if claims else []
 
 
 def option_findings(is_limited: bool, options: Mapping[str, Any], has_loss: bool) -> list[PlanFinding]:

@@ -46,8 +46,7 @@ def more_without_triton(compiler: Compiler, tried: Tried) -> int | None:
             memory_limit=tried.candidate.memory_limit,
             kernels=compiler.kernels,
         )
-    except NotDoneError:
-        compiler.unfinished.append(FITS_WITH_CUBLAS)
+    except NotDoneError:  # the plan says what is not shown
         return None
     except Exception as error:  # a step that fits is not lost, whatever fails
         compiler.findings.append(warning("kernels", f"Not shown: {FITS_WITH_CUBLAS}: {first_sentence(error)}"))
@@ -55,12 +54,15 @@ def more_without_triton(compiler: Compiler, tried: Tried) -> int | None:
     return max(0, sizes["the plan"].device - tried.compiled.device_bytes)
 
 
-def kernel_findings(known: Known, best: Tried, compiler: Compiler) -> list[PlanFinding]:
+def is_unchecked(best: Tried, compiler: Compiler) -> bool:
+    """Whether it is unknown, and no finding says so yet, if the step fits without Triton."""
+    is_open = best.compiled.more is None and backend_of(compiler.target).chooses_kernels_on_device
+    return is_open and not any(finding.kind == "kernels" for finding in compiler.findings)
+
+
+def kernel_findings(known: Known, best: Tried) -> list[PlanFinding]:
     """What a reader should know of the kernels: a step that was given up for them, or that the plan may exceed the budget."""
     if best.compiled.more is None:
-        is_told = any(finding.kind == "kernels" for finding in compiler.findings)
-        is_open = backend_of(compiler.target).chooses_kernels_on_device and not is_told
-        compiler.unfinished += [FITS_WITH_CUBLAS] * is_open
         return []
     budget = round(known.fit.whole_budget)
     excess = best.compiled.most_bytes - budget
