@@ -107,6 +107,18 @@ def test_a_name_keeps_clear_of_the_ring_around_its_point_and_of_the_limit():
     assert not left <= float(limit.get("x")) + 6 <= right
 
 
+def test_a_limit_has_a_gap_for_a_name_that_must_cross_it():
+    name, place = "a_policy_with_a_long_name", (2.0, 1.0)
+    named = Series("named", INK, points=[place, (1.0, 2.0), (4.0, 3.0)], names=[name, "", ""])
+    picture = chart([Panel("", "x", "y", [named], limit=("budget", 2.2))], width=280).svg()
+    text = next(text for text in ElementTree.fromstring(picture).iter(f"{SVG}text") if text.text == name)
+    left, below = float(text.get("x")), float(text.get("y"))
+    lines = re.findall(rf'd="M([\d.]+) ([\d.]+)L[\d.]+ ([\d.]+)" fill="none" stroke="{VERMILLION}"', picture)
+    (x, top, start), (_, end, bottom) = [tuple(map(float, line)) for line in lines]
+    assert left < x < left + text_width(name, 12)
+    assert top < start <= below - 9 and below <= end < bottom
+
+
 def test_a_limit_is_named_and_in_view():
     picture = chart([Panel("t", "x", "y", [RESULT], limit=("budget", 40.0))])
     x = re.search(r'd="M([\d.]+) [^"]*" fill="none" stroke="#D55E00" stroke-width="1.3" stroke-dasharray', picture.svg())

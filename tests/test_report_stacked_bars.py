@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from xml.etree import ElementTree
 
 import pytest
 
-from remat_jax.report.stacked_bars import grouped, merged_layers, module_memory_figure, without_common_root
+from remat_jax.report.stacked_bars import grouped, merged_layers, module_memory_figure, stacked_figure, without_common_root
 from remat_jax.report.svg import text_width
 
 MIB = 2**20
@@ -139,3 +140,15 @@ def test_the_legend_is_inside_the_picture_also_with_long_names():
 def test_what_cannot_be_drawn_is_an_error(memory, modules, message):
     with pytest.raises(ValueError, match=message):
         module_memory_figure(memory, "t", modules)
+
+
+def test_in_a_narrow_picture_the_limit_leaves_out_the_names_above_the_bars():
+    picture = stacked_figure(
+        {"off": {("a", "kept"): 40}, "full": {("a", "kept"): 10}}, "bytes", limit=("budget", 30), width=380
+    )
+    root = ElementTree.fromstring(picture.svg())
+    names = [float(text.get("y")) for text in root.iter(f"{SVG}text") if text.text in ("off", "full")]
+    dashed = [path.get("d") for path in root.iter(f"{SVG}path") if path.get("stroke-dasharray")]
+    spans = [tuple(float(number) for number in re.findall(r" ([\d.]+)", path)) for path in dashed[:2]]
+    assert [top - name for name, (top, _) in zip(names, spans, strict=True)] == pytest.approx([4, 4])
+    assert [bottom - top for top, bottom in spans] == pytest.approx([32, 32])

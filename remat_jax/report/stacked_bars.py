@@ -55,7 +55,7 @@ _PHASES = {"argument": KEPT, "forward": KEPT}
 _LONGEST_NAME = 34
 MOST_MODULES = len(_COLOURS)
 """At most this number of modules have their own colour."""
-_ROW, _THICKNESS, _NAME = 36.0, 26.0, 16.0
+_ROW, _THICKNESS, _NAME, _DESCENT = 36.0, 26.0, 16.0, 4.0
 _TOP, _BELOW = 40.0, 56.0
 _LEAST_WIDTH = 600.0
 """Pictures with fewer pixels stack the panels, with the names above the bars. Wider pictures have the panels side by side, with
@@ -299,9 +299,9 @@ def bars_picture(
             elif not at:
                 picture.text((start - 10, row_bottom - _ROW / 2 + 4.5), name, anchor="end", look=look)
             _draw_row(picture, panel.rows[row], scale, row_bottom - (_ROW + _THICKNESS) / 2)
-        if panel.mark is not None:
-            dashed = [(scale(panel.mark), panel_top), (scale(panel.mark), panel_top + row_height * len(names))]
-            picture.line(dashed, INK, 1.2, dashed=True)
+            if panel.mark is not None:  # in a narrow picture the line leaves out the names, which are above the bars
+                line_top = row_bottom - (_ROW - _DESCENT if is_narrow else row_height)
+                picture.line([(scale(panel.mark), line_top), (scale(panel.mark), row_bottom)], INK, 1.2, dashed=True)
     picture.legend(keys, 20, bottom - 6, width - 40)
     return picture
 
