@@ -20,9 +20,10 @@ from remat_jax.memory.compile.process import Children, NotDoneError
 from remat_jax.planning.candidate import FAILED, Compiled, StepCandidate, Tried
 from remat_jax.planning.findings import PlanFinding, info
 from remat_jax.planning.loop import MOST_COMPILED, SIDE_BY_SIDE
+from remat_jax.planning.outcome import time_of
 from remat_jax.planning.problem import Described
 from remat_jax.planning.translate import policies_of
-from remat_jax.report.tables import format_bytes, format_seconds
+from remat_jax.report.tables import format_bytes
 from remat_jax.workload import Workload
 
 # Errors of one step; other steps may still compile. For example, layers in nested scans cannot have different policies.
@@ -148,7 +149,8 @@ class Compiler:
         if best is not None:
             seconds = best.compiled.seconds or self.described.base_seconds + best.candidate.seconds
             name = best.candidate.title
-            so_far = f"; best so far: {name}, {format_seconds(seconds)}, {format_bytes(best.compiled.device_bytes)}"
+            device = format_bytes(best.compiled.device_bytes)
+            so_far = f"; best so far: {name}, {time_of(best, seconds, self.target)}, {device}"
             if self.gain is not None:
                 gain = 100 * max(self.gain(candidate, best.candidate) for candidate in candidates)
                 so_far += f"; going on may gain {gain:.1f} %, Ctrl-C keeps the best"

@@ -327,7 +327,7 @@ class _Planner:
             self.findings.append(warning("host", f"Host memory: {short}, or plan with a host_budget"))
         if sizes.warning is not None:
             self.findings.append(warning("miscompiled", f"{sizes.warning[0].upper()}{sizes.warning[1:]}"))
-        self.findings += kernel_findings(self.known, best)
+        self.findings += kernel_findings(self.known, best, self.target)
         if candidate.name not in KEEP_ALL and ended.by != "interrupt" and not self._is_late():
             self.advice = advise(self.workload, sizes, traced_products(self.workload), self.target)
             self.findings += [info("beyond", text) for text in filter(None, [largest(self.advice, sizes)])]

@@ -19,6 +19,7 @@ from remat_jax.planning.plan_data import LayerRow, Part, Point, next_bytes, unbe
 from remat_jax.planning.problem import KEEP_ALL, Described, Kind, busy_seconds, copy_seconds
 from remat_jax.planning.translate import choices_of, policy_of
 from remat_jax.policy import Policy
+from remat_jax.report.tables import format_estimate
 from remat_jax.solver import Block, BlockPolicy, Choice, Stack
 
 POINTS = 12
@@ -183,6 +184,11 @@ def _rows(kind: Kind, block: Block, choices: Sequence[Choice]) -> tuple[LayerRow
 def assumed_rates(time: StepTime | None, target: Target) -> tuple[str, ...]:
     """The names of the assumed rates that a time uses. A traced estimate, None, uses only the rates of matmuls and memory."""
     return time.assumed if time is not None else Rates.of(target).assumed(Rates.of(target).flops)[:2]
+
+
+def time_of(tried: Tried, seconds: float, target: Target) -> str:
+    """The estimated seconds of a compiled step as text, as the plan's tables show them."""
+    return format_estimate(seconds, bool(assumed_rates(getattr(tried.compiled.sizes, "time", None), target)))
 
 
 _ALIKE = 1 + 1e-9

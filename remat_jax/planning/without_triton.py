@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from remat_jax.hardware import Target
 from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.options import WITHOUT_TRITON
@@ -18,7 +19,8 @@ from remat_jax.planning.candidate import Tried
 from remat_jax.planning.compile_candidates import Compiler, first_sentence
 from remat_jax.planning.findings import FITS_WITH_CUBLAS, PlanFinding, info, warning
 from remat_jax.planning.known import Known
-from remat_jax.report.tables import format_bytes, format_seconds
+from remat_jax.planning.outcome import time_of
+from remat_jax.report.tables import format_bytes
 
 _SHORTEST = 1.0
 """The compile process gets at least this many seconds."""
@@ -60,7 +62,7 @@ def is_unchecked(best: Tried, compiler: Compiler) -> bool:
     return is_open and not any(finding.kind == "kernels" for finding in compiler.findings)
 
 
-def kernel_findings(known: Known, best: Tried) -> list[PlanFinding]:
+def kernel_findings(known: Known, best: Tried, target: Target) -> list[PlanFinding]:
     """What a reader should know of the kernels: a step that was given up for them, or that the plan may exceed the budget."""
     if best.compiled.more is None:
         return []
@@ -74,7 +76,7 @@ def kernel_findings(known: Known, best: Tried) -> list[PlanFinding]:
     return [
         info(
             "kernels",
-            f"Given up: {step.candidate.title}, {format_seconds(known.seconds(step.candidate))}. It needs "
+            f"Given up: {step.candidate.title}, {time_of(step, known.seconds(step.candidate), target)}. It needs "
             f"{format_bytes(step.compiled.device_bytes)} with Triton's matmuls, but {format_bytes(step.compiled.most_bytes)} "
             "with cuBLAS's, which XLA may choose on the GPU. The plan fits with both",
         )
