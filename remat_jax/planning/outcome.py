@@ -217,7 +217,8 @@ def _lower_bound(known: Known, best: Tried) -> float | None:
 def gain_of_more_memory(known: Known, best: Tried) -> float | None:
     """The seconds by which a step is faster with `next_bytes` more memory; None if no plan is faster.
 
-    A step that was compiled counts with its compiled memory and time, any other with its estimates.
+    A step that was compiled counts with its compiled memory and time, any other with its estimates. A faster plan within the
+    budget, which a longer search may find, needs no more memory.
     """
     stack, fit, seconds = known.fit.stack, known.fit, known.seconds(best.candidate)
     anything = known.solved.plan(stack, math.inf)
@@ -230,4 +231,7 @@ def gain_of_more_memory(known: Known, best: Tried) -> float | None:
     within = [step.candidate for step in sound if step.compiled.device_bytes <= fit.within(step.candidate) + more]
     if larger is not None and fit.known(larger) is None:
         within.append(larger)
+    now = known.solved.plan(stack, fit.budget)
+    if now is not None and fit.known(now) is None:
+        seconds = min(seconds, known.seconds(now))
     return max([0.0, *(seconds - known.seconds(candidate) for candidate in within)])
