@@ -129,9 +129,10 @@ def parts_of(described: Described, stack: Stack, candidate: StepCandidate) -> tu
             recompute_seconds=price.seconds,
             copy_seconds=sum(each) / layers,
         )
-        # Adjacent runs of one block that act alike are separate because the scan is cut between them.
-        _add(part, parts, may_extend=before != kind.block)
-        before = kind.block
+        # Adjacent runs of one kind that act alike are separate because the scan is cut between them. Layers of several kinds,
+        # such as Haiku's, which draw different keys, may act alike too.
+        _add(part, parts, may_extend=before is not kind)
+        before = kind
     return tuple(parts)
 
 
