@@ -21,6 +21,12 @@ _RATES = {
     "out_bytes_per_s": "to the host",
     "in_bytes_per_s": "from the host",
     "hidden_share": "compute that copies can overlap",
+    "launch_seconds": "latency of a kernel",
+    "copy_seconds": "latency of a copy to or from the host",
+    "device_link_bytes_per_s": "between devices of a host",
+    "device_link_seconds": "latency between devices of a host",
+    "network_bytes_per_s": "between hosts",
+    "network_seconds": "latency between hosts",
 }
 _SHOWN = 6
 """The maximum number of the batch's arrays that are listed one by one."""
