@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -109,6 +110,7 @@ def test_a_workload_of_haiku_modules() -> None:
     job = rj.Workload(loss, params, (state, x), Layer, has_aux=True)
     names = {row.name for row in rj.residuals(job, "dots").rows}
     assert {"a/up:dot_general#0", "b/down:dot_general#0"} <= names
+    assert {row.source.partition(":")[0] for row in rj.residuals(job, "off")} <= {"", os.path.relpath(__file__)}
     assert rj.measure(job, "full", target="cpu").device_bytes > 0
 
 
