@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from remat_jax.mesh import local_struct
+from remat_jax.report.stacked_bars import ARGUMENT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,9 +21,10 @@ class TrainingStep:
       function: the step; it takes `arguments` and may return anything.
       arguments: pytrees of shapes and dtypes; nothing is allocated.
       donate_argnums: the positions of the donated arguments, whose buffers the step may reuse.
-      names: the arguments' names in reports; if empty, reports use positions.
+      names: the roles of the arguments, such as `parameters`; empty for the user's own step.
       mesh: the mesh that the step is partitioned over; None for a single device.
       shardings: a tuple with a pytree of shardings for each argument; empty without a mesh.
+      signature: the names that the user's own step gives its arguments.
     """
 
     function: Callable[..., Any]
@@ -31,11 +33,34 @@ class TrainingStep:
     names: tuple[str, ...] = ()
     mesh: AbstractMesh | None = None
     shardings: tuple[Any, ...] = ()
+    signature: tuple[str, ...] = ()
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of the arguments, or their positions in words."""
-        return self.names or tuple(f"argument {place}" for place in range(len(self.arguments)))
+        """The arguments' names in reports: their roles, or `argument` and the name in the step's signature."""
+        return self.names or tuple(f"{ARGUMENT}{name}" for name in self.signature)
+
+    @property
+    def array_names(self) -> tuple[str, ...]:
+        """The name of each array: the name of its argument, and its path.
+
+        A state's attributes, such as those of a `TrainState`, count as arguments.
+
+        >>> import collections, jax.numpy as jnp
+        >>> State = collections.namedtuple("State", ["params", "step"])
+        >>> state = State({"up": {"kernel": jnp.ones(2)}}, jnp.zeros(()))
+        >>> TrainingStep(print, (state, jnp.ones(3)), (), signature=("state", "x")).array_names
+        ('argument state.params/up/kernel', 'argument state.step', 'argument x')
+        """
+        names = []
+        for label, argument in zip(self.labels, self.arguments, strict=True):
+            for path, _ in jax.tree.leaves_with_path(argument):
+                if path and isinstance(path[0], jax.tree_util.GetAttrKey) and not (self.names or callable(argument)):
+                    owner, path = f"{label}.{path[0].name}", path[1:]
+                else:
+                    owner = label
+                names.append("/".join(filter(None, [owner, jax.tree_util.keystr(path, simple=True, separator="/")])))
+        return tuple(names)
 
     @property
     def local_arguments(self) -> tuple[Any, ...]:

@@ -191,8 +191,8 @@ class Workload:
         self.loss = under(self.mesh, finished.function)
         reused = tuple(finished.places.index(place) for place in places if place in finished.places)
         self.donate = bool(reused)
-        self._finished = TrainingStep(self.loss, finished.shapes, reused, (), self.mesh, self.shardings)
-        self._inside = LossInside(self.loss, finished.shapes, self.name)
+        self._finished = TrainingStep(self.loss, finished.shapes, reused, (), self.mesh, self.shardings, finished.names)
+        self._inside = LossInside(nnx_blocks.with_module_names(self.loss), finished.shapes, self.name)
         return self
 
     @classmethod
@@ -298,8 +298,8 @@ class Workload:
     def with_policy(self, fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
         """`fn` with `policy` on the workload's blocks: a policy, policies by layer, or a mapping from block to either."""
         if not isinstance(policy, dict) and is_off(as_block_policy(policy)):
-            return fn
-        return under_policies(fn, self._policies(policy), self.own.note)
+            return nnx_blocks.with_module_names(fn)
+        return nnx_blocks.with_module_names(under_policies(fn, self._policies(policy), self.own.note))
 
     def _policies(self, policy: Any) -> BlockPolicies:
         by_block = policy if isinstance(policy, dict) else dict.fromkeys(self.blocks, as_block_policy(policy))

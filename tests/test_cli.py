@@ -44,6 +44,8 @@ def folder(tmp_path_factory):
     (folder / "train.py").write_text(textwrap.dedent(WORKLOAD))
     (folder / "bad.py").write_text("import not_there_at_all\n")
     (folder / "ends.py").write_text("import sys\nsys.exit(0)\n")
+    fails = "import jax\ndef inner(x):\n    return jax.numpy.ones(3) @ x\nstep = jax.jit(lambda x: jax.grad(inner)(x))\n"
+    (folder / "fails.py").write_text(f"{fails}example_args = (jax.numpy.ones(4),)\n")
     jobs = folder / "team" / "jobs"
     jobs.mkdir(parents=True)
     for package in (jobs, jobs.parent):
@@ -105,7 +107,7 @@ def test_measure_says_what_the_library_says_as_one_json_object_and_nothing_else(
     assert data["workload"] == "three blocks" and data["target"] == "cpu"
     assert [report["policy"] for report in data["reports"]] == ["full", "dots"]
     assert data["reports"][0] == rj.measure(job, "full").to_dict()
-    assert [table["policy"] for table in data["residuals"]] == ["recompute: *", "save: @dots"]
+    assert [table["policy"] for table in data["residuals"]] == ["full", "dots"]
     assert {row["name"]: row["bytes"] for row in data["residuals"][1]["rows"]}["layers_2/up:dot_general#0"] == 4 * 32 * 4
     # Backward reads the first product of each of three blocks (4 rows, 32 wide); it does not read products that are only added.
     assert data["reports"][1]["residual_device_bytes"] - data["reports"][0]["residual_device_bytes"] == 3 * 4 * 32 * 4
@@ -167,6 +169,7 @@ def test_measure_tells_what_moves_between_two_policies(folder):
         (["train.py:number"], "is a int: expected a remat_jax.Workload, or a function that returns one"),
         (["train.py:broken"], "running it raised KeyError: 'missing', at "),
         (["ends.py:job"], "raised SystemExit: 0, at "),
+        (["fails.py:step"], "/fails.py:3 in inner"),
         (["train.py:job", "--live", "--target", "cpu"], "--live with target 'cpu': memory at the peak is known only for GPU"),
         (["train.py:job", "--target", "2xh200"], "target='2xh200' has 2 devices, but 'three blocks' has no mesh to use them"),
         (["bad.py:job"], "raised ModuleNotFoundError: No module named 'not_there_at_all', at "),

@@ -117,6 +117,7 @@ def test_progress_says_what_going_on_may_gain(monkeypatch):
     said = []
     rj.plan(job(scanned=True), "6 MiB", "cpu", progress=lambda activity, *_: said.append(activity))
     (line,) = (activity for activity in said if "best so far" in activity)
+    assert " to " in line.split(", ")[1]  # rates of a CPU are assumed
     assert line.endswith(f"; going on may gain {asked[0]:.1f} %, Ctrl-C keeps the best") and asked[0] > 0.1
 
 

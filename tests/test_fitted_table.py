@@ -91,3 +91,9 @@ def test_a_word_wider_than_the_terminal_is_broken_after_a_separator() -> None:
         "decoder/layers/self_attention/",
         "query_projection:dot_general#0",
     ]
+
+
+def test_a_title_that_fits_the_terminal_is_in_one_line() -> None:
+    title = "On the device at the peak: 4.5 GiB"
+    lines = render(table(title, ("module", "bytes"), [("up", "4.2 GiB")])).splitlines()
+    assert lines[0].strip() == title and len(lines[1]) == len(title)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,9 @@ import pytest
 
 import remat_jax as rj
 from remat_jax.cost.count import matmuls
+from remat_jax.planning.outcome import parts_of
+from remat_jax.planning.problem import describe
+from remat_jax.planning.translate import named_candidate
 
 X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
 
@@ -105,6 +110,7 @@ def test_a_workload_of_haiku_modules() -> None:
     job = rj.Workload(loss, params, (state, x), Layer, has_aux=True)
     names = {row.name for row in rj.residuals(job, "dots").rows}
     assert {"a/up:dot_general#0", "b/down:dot_general#0"} <= names
+    assert {row.source.partition(":")[0] for row in rj.residuals(job, "off")} <= {"", os.path.relpath(__file__)}
     assert rj.measure(job, "full", target="cpu").device_bytes > 0
 
 
@@ -116,3 +122,11 @@ def test_a_forward_call_in_a_transform() -> None:
     params, state = net.init(jax.random.PRNGKey(0), X, checkpointed=True)
     on, off = (net.apply(params, state, jax.random.PRNGKey(1), X, checkpointed=flag) for flag in (True, False))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.allclose(a, b)), on, off))
+
+
+def test_equal_layers_that_draw_different_keys_are_one_row_of_a_plan() -> None:
+    """The first layer is none of them: its input needs no gradient."""
+    _, loss, (params, state, x) = case(lambda x: functools.reduce(lambda x, name: Layer(name=name).encode(x), "abc", x))
+    described = describe(rj.Workload(loss, params, (state, x), Layer.encode, has_aux=True), "h200")
+    parts = parts_of(described, described.stack, named_candidate(described, "full"))
+    assert len(described.kinds) == 3 and [(part.first, part.layers) for part in parts] == [(0, 1), (1, 2)]

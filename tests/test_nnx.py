@@ -12,6 +12,8 @@ from flax import nnx
 
 import remat_jax as rj
 from remat_jax.apply import nnx as nnx_blocks
+from remat_jax.core.module_paths import module_path
+from remat_jax.core.walk import equations
 from remat_jax.cost.count import flops, matmuls
 from remat_jax.errors import BlockError, UnsupportedError
 from tests.fault.module_state import CHANGES, WAYS, ModuleState, Stateful
@@ -214,6 +216,20 @@ def test_module_paths_lead_the_names_where_the_model_is_an_argument():
     assert {f"layers/{index}/ffn/up:dot_general#0" for index in range(3)} <= names
     saved = {row.name for row in rj.residuals(job, "save: layers/1/ffn/up:dot_general*") if row.action == "save"}
     assert "layers/1/ffn/up:dot_general#0" in saved and "layers/0/ffn/up:dot_general#0" not in saved
+
+
+@pytest.mark.parametrize("jit", [jax.jit, nnx.jit])
+def test_modules_of_a_finished_step_have_their_paths_under_every_policy(jit):
+    """NNX names nothing in a traced program, and `nnx.jit` runs copies of the modules."""
+    step = jit(lambda model, x: nnx.value_and_grad(loss)(model, x))
+    job = rj.Workload.from_step(step, Model(), inputs(), blocks=Layer)
+    for policy in ("off", "full"):
+        traced = job.step(policy)
+        operators = {str(eqn.source_info.name_stack) for eqn in equations(jax.make_jaxpr(traced.function)(*traced.arguments))}
+        paths = {module_path(f"{operator}/tanh")[0] for operator in operators}
+        assert {f"Model/layers/{index}/ffn/{part}" for index in (0, 1) for part in ("up", "down")} <= paths
+    unnamed = [row.name for row in rj.residuals(job, "off") if row.name.startswith(":")]
+    assert unnamed == [":cos"]  # of the loss
 
 
 class Pair(nnx.Module):

@@ -12,11 +12,12 @@ import pytest
 import remat_jax as rj
 from remat_jax import compat, errors
 from remat_jax.diagnosis.findings import Finding
-from remat_jax.hardware import target
+from remat_jax.hardware import target, targets
+from remat_jax.hardware.rates import Rates
 from remat_jax.memory.compile.process import NotDoneError
 from remat_jax.memory.report import Receipt
+from remat_jax.overview import facts, page
 from remat_jax.overview import gathered as gathering
-from remat_jax.overview import page
 from remat_jax.overview.plan_as_compiled import plan_as_compiled
 from remat_jax.overview.save import gather
 from tests.plan_models import MlpLayer
@@ -194,3 +195,7 @@ def test_a_warning_that_a_trap_repeats_is_listed_once(found):
     assert page.warnings([repeated]) == [] and [trouble.problem for trouble in page.findings([repeated])] == [
         "it frees nothing"
     ]
+
+
+def test_the_rates_of_every_target_have_names_in_words():
+    assert {rate for name in targets() for rate in Rates.of(name).source} <= facts._RATES.keys()

@@ -182,12 +182,14 @@ def test_a_state_that_is_too_large_may_go_to_the_host_on_a_mesh_too() -> None:
     assert remedy({"optimizer state": 1}) == alone
 
 
-def test_the_arguments_of_a_finished_step_hold_memory_under_their_positions() -> None:
+def test_the_arguments_of_a_finished_step_hold_memory_under_their_names() -> None:
     w, x = jax.ShapeDtypeStruct((3, 8, 8), jnp.float32), jax.ShapeDtypeStruct((4, 8), jnp.float32)
     loss = lambda w, x: jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, w)[0].sum()  # noqa: E731
-    step = jax.jit(lambda w, x: w - jax.grad(loss)(w, x))
-    names = ("w", "", "x"), ("argument 0", "argument 0", "argument 1")
-    live = [LiveBuffer(name, module, "argument", 16, "f32[4]") for name, module in zip(*names, strict=True)]
+    job = rj.Workload.from_step(jax.jit(lambda state, x: state["w"] - jax.grad(loss)(state["w"], x)), {"w": w}, x)
+    names = job.step("off").array_names
+    assert names == ("argument state/w", "argument x")
+    live = [LiveBuffer(name, name.partition("/")[0], "argument", 16, "f32[4]") for name in names]
     sizes = Sizes(0, 48, 0, 0, 0, 0, 0, 0, live=(*live, LiveBuffer("mul", "", "forward", 128, "f32[8,4]")))
-    held = held_by(rj.Workload.from_step(step, w, x), sizes)
-    assert held == {"kept between the passes: of no module": 128, "argument 0": 32, "argument 1": 16}
+    assert held_by(job, sizes) == {"kept between the passes: of no module": 128, "argument state": 16, "argument x": 16}
+    with pytest.raises(InfeasibleBudget, match="896 B: argument state 768 B, argument x 128 B"):
+        check_arguments_fit(job, 800)

@@ -35,7 +35,8 @@ def test_the_page_has_the_plan_and_asks_for_nothing():
         ("the plan", 90 * MIB, "compiled", "traced"),
         ("", 120 * MIB, "predicted", "traced"),
     ]
-    assert [row[0] for row in rows_of(text, "the named policies")] == ["full", "everything"]
+    named = [(row[0], row[3], row[-1]) for row in rows_of(text, "the named policies")]
+    assert named == [("full", "compiled", "within"), ("everything", "predicted", "over"), ("dots", "", "it selects nothing")]
     # The layers of every point are in the page; all but the plan's are hidden.
     points = re.findall(r'<div data-point="(\d)"( hidden)?>', text)
     assert points == [("0", " hidden"), ("1", ""), ("2", " hidden")]
@@ -148,7 +149,7 @@ def test_unbeaten_points():
 def test_a_host_budget_counts():
     text = page(plan(host_budget=24 * MIB))
     assert [row[6] for row in rows_of(text, "the frontier")] == ["over on the host", "within", "over"]
-    assert [row[6] for row in rows_of(text, "the named policies")] == ["within", "over"]
+    assert [row[-1] for row in rows_of(text, "the named policies")] == ["within", "over", "it selects nothing"]
     says = re.findall('data-says="(.*?)"', text)
     assert [sentence.partition("; ")[2] for sentence in says] == ["over the budget of host memory", "", "over the budget"]
     assert "host memory" not in "".join(re.findall('data-says=".*?; (.*?)"', page(plan())))

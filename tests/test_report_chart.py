@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from remat_jax.report.chart import Panel, Series, boxes_along, chart, place_labels
-from remat_jax.report.stacked_bars import grouped, merged_layers, module_memory_figure, without_common_root
+from remat_jax.report.stacked_bars import grouped, merged_layers, module_memory_figure, stacked_figure, without_common_root
 from remat_jax.report.svg import INK, VERMILLION, text_width
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -108,6 +108,18 @@ def test_a_name_keeps_clear_of_the_ring_around_its_point_and_of_the_limit():
     assert not left <= float(limit.get("x")) + 6 <= right
 
 
+def test_a_limit_has_a_gap_for_a_name_that_must_cross_it():
+    name, place = "a_policy_with_a_long_name", (2.0, 1.0)
+    named = Series("named", INK, points=[place, (1.0, 2.0), (4.0, 3.0)], names=[name, "", ""])
+    picture = chart([Panel("", "x", "y", [named], limit=("budget", 2.2))], width=280).svg()
+    text = next(text for text in ElementTree.fromstring(picture).iter(f"{SVG}text") if text.text == name)
+    left, below = float(text.get("x")), float(text.get("y"))
+    lines = re.findall(rf'd="M([\d.]+) ([\d.]+)L[\d.]+ ([\d.]+)" fill="none" stroke="{VERMILLION}"', picture)
+    (x, top, start), (_, end, bottom) = [tuple(map(float, line)) for line in lines]
+    assert left < x < left + text_width(name, 12)
+    assert top < start <= below - 9 and below <= end < bottom
+
+
 def test_a_limit_is_named_and_in_view():
     picture = chart([Panel("t", "x", "y", [RESULT], limit=("budget", 40.0))])
     x = re.search(r'd="M([\d.]+) [^"]*" fill="none" stroke="#D55E00" stroke-width="1.3" stroke-dasharray', picture.svg())
@@ -159,11 +171,15 @@ def hatched(picture):
     return tooltips
 
 
-def test_the_arguments_of_a_finished_step_are_not_its_batch():
-    """Argument 0 is usually the whole training state."""
-    state = {("argument 0", "argument"): 8 * MIB, ("argument 0", "forward"): 2 * MIB, ("argument 1", "argument"): 1 * MIB}
-    bars = grouped({"off": {**state, ("Net/up", "forward"): 4 * MIB, ("Net/down", "forward"): 4 * MIB}}, 2)["off"]
-    assert bars == {("arguments", "kept"): 11 * MIB, ("up", "kept"): 4 * MIB, ("down", "kept"): 4 * MIB}
+def test_the_largest_arguments_of_a_finished_step_are_parts_and_a_module_of_the_same_name_is_none_of_them():
+    sizes = {"state.params": 8, "state.opt_state": 16, "batch": 1, "rng": 2, "net": 4}
+    live = {(f"argument {name}", "argument"): size * MIB for name, size in sizes.items()}
+    live |= {("argument state.params", "forward"): 2 * MIB, ("net", "forward"): 4 * MIB, ("up", "forward"): 3 * MIB}
+    bars = grouped({"off": live}, 2)["off"]
+    assert {part: size // MIB for (part, kind), size in bars.items() if kind == "kept"} == {
+        **{"argument state.opt_state": 16, "argument state.params": 10, "argument net": 4, "other arguments": 3},
+        **{"net": 4, "up": 3},
+    }
 
 
 def test_every_byte_is_in_one_part_and_layers_are_together():
@@ -249,3 +265,15 @@ def test_the_legend_is_inside_the_picture_also_with_long_names():
 def test_what_cannot_be_drawn_is_an_error(memory, modules, message):
     with pytest.raises(ValueError, match=message):
         module_memory_figure(memory, "t", modules)
+
+
+def test_in_a_narrow_picture_the_limit_leaves_out_the_names_above_the_bars():
+    picture = stacked_figure(
+        {"off": {("a", "kept"): 40}, "full": {("a", "kept"): 10}}, "bytes", limit=("budget", 30), width=380
+    )
+    root = ElementTree.fromstring(picture.svg())
+    names = [float(text.get("y")) for text in root.iter(f"{SVG}text") if text.text in ("off", "full")]
+    dashed = [path.get("d") for path in root.iter(f"{SVG}path") if path.get("stroke-dasharray")]
+    spans = [tuple(float(number) for number in re.findall(r" ([\d.]+)", path)) for path in dashed[:2]]
+    assert [top - name for name, (top, _) in zip(names, spans, strict=True)] == pytest.approx([4, 4])
+    assert [bottom - top for top, bottom in spans] == pytest.approx([32, 32])

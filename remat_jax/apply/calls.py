@@ -143,6 +143,11 @@ class _PartPaths:
 _innermost: ContextVar[_PartPaths | None] = ContextVar("innermost", default=None)
 
 
+def in_named_part() -> bool:
+    """Whether a module is running whose parts have named scopes (`named_scopes`)."""
+    return _innermost.get() is not None
+
+
 @contextmanager
 def named_scopes(parts: Parts, parts_in: Callable[[Any], Parts], shapes: Callable[[Any], Any]) -> Iterator[None]:
     """Inside this context each part of a block, or copy of a part, runs in a scope named by its path.

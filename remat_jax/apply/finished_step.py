@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from remat_jax.errors import ArgumentError
 from remat_jax.warning import warn
 
 Step = Callable[..., Any]
+_KINDS = inspect.Parameter
+_POSITIONAL = (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD, _KINDS.VAR_POSITIONAL)
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,14 @@ class FinishedStep:
         arguments, the arrays that it writes to them.
       shapes, arrays: an entry for each argument that is not static: its arrays as shapes, and the given arrays.
       places: the positions of these arguments in the call of the step.
+      names: their names in the step's signature.
     """
 
     function: Step
     shapes: tuple[Any, ...]
     arrays: tuple[Any, ...]
     places: tuple[int, ...]
+    names: tuple[str, ...]
 
 
 def of_arrays(step: Step, args: tuple[Any, ...], structs: Callable[[Any], Any]) -> FinishedStep:
@@ -54,9 +59,11 @@ def of_arrays(step: Step, args: tuple[Any, ...], structs: Callable[[Any], Any]) 
     static = set(compat.jit_of(step).static)
     places = tuple(place for place in range(len(args)) if place not in static)
     varied = tuple(args[place] for place in places)
+    all_names = _names(own, len(args))
+    names = tuple(all_names[place] for place in places)
     of_varied = of_some(step, args, places) if static else step
     if nodes_in(varied):
-        return FinishedStep(*_of_nnx(of_varied, varied, structs, own), arrays_of(varied), places)
+        return FinishedStep(*_of_nnx(of_varied, varied, structs, own), arrays_of(varied), places, names)
     models = ModelArrays(varied)
 
     @functools.wraps(step)
@@ -64,7 +71,23 @@ def of_arrays(step: Step, args: tuple[Any, ...], structs: Callable[[Any], Any]) 
         results = of_varied(*models.whole(arrays))
         return jax.tree.map(lambda leaf: leaf if compat.is_array(leaf) else None, results)
 
-    return FinishedStep(of_models, structs(models.arrays), models.arrays, places)
+    return FinishedStep(of_models, structs(models.arrays), models.arrays, places, names)
+
+
+def _names(step: Step, count: int) -> list[str]:
+    """The names that `step` gives its `count` arguments; their positions if it has no signature.
+
+    >>> _names(lambda state, *batch: None, 3)
+    ['state', 'batch[0]', 'batch[1]']
+    """
+    try:
+        parameters = [each for each in inspect.signature(step).parameters.values() if each.kind in _POSITIONAL]
+    except (TypeError, ValueError):
+        parameters = []
+    names = [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_POSITIONAL][:count]
+    more = next((each.name for each in parameters if each.kind is inspect.Parameter.VAR_POSITIONAL), None)
+    first = 0 if more is None else len(names)
+    return names + [f"{more or ''}[{place - first}]" for place in range(len(names), count)]
 
 
 def donated(step: Step, given: int | Sequence[int] | None, count: int) -> tuple[int, ...]:
@@ -90,22 +113,37 @@ def _of_nnx(step: Step, args: tuple[Any, ...], structs: Callable[[Any], Any], ow
     if compat.is_jax_jit(own):
         _warn_of_lost_writes(own, abstract)
 
+    others = [len(jax.tree.leaves(arg, is_leaf=is_node)) for arg in args]
+
     def of_parts(*parts: Any) -> list[Any]:
-        arguments = [leaf for _, leaves in parts for leaf in leaves]
-        arrays, _ = pure([leaf for leaves, _ in parts for leaf in leaves], *arguments)
+        state: list[Any] = []
+        arguments: list[Any] = []
+        for part, count in zip(parts, others, strict=True):
+            leaves = list(part.values())
+            state += leaves[: len(leaves) - count]
+            arguments += leaves[len(leaves) - count :]
+        arrays, _ = pure(state, *arguments)
         return list(arrays)
 
     return of_parts, arrays_of(abstract)
 
 
-def arrays_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """For each argument, the arrays of its NNX objects, and its other arrays."""
-    leaves = Objects(nodes_in(args)).leaves
-    ends = [len(Objects(nodes_in(args[: place + 1])).leaves) for place in range(len(args))]
-    return tuple(
-        (leaves[start:end], [None if is_node(leaf) else leaf for leaf in jax.tree.leaves(arg, is_leaf=is_node)])
-        for start, end, arg in zip([0, *ends], ends, args, strict=False)
-    )
+def arrays_of(args: tuple[Any, ...]) -> tuple[OrderedDict[str, Any], ...]:
+    """For each argument, the arrays of its NNX objects by path, then its other leaves; None for each object."""
+    flat = [jax.tree.leaves_with_path(arg, is_leaf=is_node) for arg in args]
+    nodes = [(place, _text(path), leaf) for place, leaves in enumerate(flat) for path, leaf in leaves if is_node(leaf)]
+    parts = [OrderedDict[str, Any]() for _ in args]
+    objects = Objects([node for *_, node in nodes])
+    for (number, *path), leaf in zip(objects.paths, objects.leaves, strict=True):
+        place, to_node, _ = nodes[number]
+        parts[place]["/".join(filter(None, [to_node, *map(str, path)]))] = leaf
+    for part, leaves in zip(parts, flat, strict=True):
+        part.update((_text(path), None if is_node(leaf) else leaf) for path, leaf in leaves)
+    return tuple(parts)
+
+
+def _text(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _in_paths(step: Step) -> Step:

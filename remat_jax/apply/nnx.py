@@ -7,6 +7,7 @@ NNX leaves no module paths in the jaxpr. So this file adds the paths as named sc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
@@ -17,7 +18,7 @@ from flax import nnx
 
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.calls import Call, entered, intercepted, named_scopes
+from remat_jax.apply.calls import Call, entered, in_named_part, intercepted, named_scopes, patched
 from remat_jax.apply.methods import CALL, block_path, classes_and_methods, with_own_method
 from remat_jax.apply.nnx_state import nodes_in
 from remat_jax.apply.region import RegionPolicy, run_block
@@ -104,6 +105,33 @@ def loss_of_state(model: nnx.Module, loss: Call) -> tuple[Call, Any, Any]:
 
     of_params.__name__ = getattr(loss, "__name__", "loss")
     return of_params, params, rest
+
+
+_named = compat.trace_context(False, reaches_blocks=False)
+
+
+def with_module_names(function: Call) -> Call:
+    """`function`, whose NNX modules run in scopes named by their paths, as Linen's do.
+
+    A path begins with the module that is called outside of any other: its path from its root (`known_paths`) or its class.
+    """
+
+    def wrap(original: Call) -> Call:
+        @functools.wraps(original)
+        def outermost(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if in_named_part():
+                return original(module, *args, **kwargs)
+            with jax.named_scope(path_of(module)), named_scopes(_modules_in(module), _modules_in, _shapes):
+                return original(module, *args, **kwargs)
+
+        return outermost
+
+    @functools.wraps(function)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with _named(True), patched(set(with_own_method(nnx.Module)), wrap):
+            return function(*args, **kwargs)
+
+    return named
 
 
 # --- intercepting -----------------------------------------------------------------------------------------------------

@@ -73,9 +73,15 @@ class Objects:
     """
 
     def __init__(self, nodes: Any) -> None:
+        self._nodes = nodes
         references = graphlib.RefMap()
         self.graphdef, self.leaves = graphlib.flatten(nodes, ref_index=references, with_paths=False, graph=True)
         self.by_index = {index: node for node, index in references.items()}
+
+    @property
+    def paths(self) -> tuple[tuple[Any, ...], ...]:
+        """The path of each leaf in `nodes`."""
+        return tuple(graphlib.flatten(self._nodes, with_paths=True, graph=True)[1].paths)
 
 
 class NodeCopies:

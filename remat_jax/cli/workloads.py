@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -271,6 +272,13 @@ _ran: dict[tuple[Path, int, int], ModuleType] = {}
 """The files that were run, each once: a step and its arguments may be in one file."""
 
 
+def _is_users(file: str) -> bool:
+    """Whether a file is neither of this package nor of an installed one, nor of Python."""
+    folders = Path(file).parents
+    libraries = (Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
+    return Path(file).is_file() and not any(library in folders for library in libraries)
+
+
 def _guarded(subject: str, run: Callable[[], Any]) -> Any:
     """Return `run()`; an exception of the user's code becomes an ArgumentError with its type, message and line."""
     try:
@@ -279,10 +287,8 @@ def _guarded(subject: str, run: Callable[[], Any]) -> Any:
         raise
     # A user's script that exits has returned no workload, and must not decide the command's exit status.
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        here = Path(__file__).parent
-        users = [frame for frame in frames if "importlib" not in frame.filename and Path(frame.filename).parent != here]
-        at = f", at {users[0].filename}:{users[0].lineno} in {users[0].name}" if users else ""
+        users = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+        at = f", at {users[-1].filename}:{users[-1].lineno} in {users[-1].name}" if users else ""
         if compat.lacks_mesh(error):
             raise LacksMeshError(
                 f"{subject}: it has a bare PartitionSpec in a sharding constraint, which needs a mesh{at}. Give one, such as "

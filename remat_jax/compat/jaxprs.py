@@ -36,9 +36,10 @@ from remat_jax.compat.equations import changed_parameters, kind
 from remat_jax.compat.patches import Patch
 
 _OURS = os.path.dirname(os.path.dirname(__file__))
+_INSTALLED = os.path.dirname(os.path.dirname(flax.__file__))
 # Stack frames in these files are not the user's. The empty last part of each `os.path.join` appends a separator to a folder.
 _LIBRARIES = (
-    os.path.join(os.path.dirname(flax.__file__), ""),
+    *(os.path.join(_INSTALLED, library, "") for library in ("flax", "haiku", "equinox", "optax")),
     *(os.path.join(_OURS, part, "") for part in ("apply", "compat", "core", "cost", "memory", "train")),
     os.path.join(_OURS, "workload.py"),
 )
@@ -158,7 +159,10 @@ def with_params(eqn: JaxprEqn, changed: dict[str, Any], name_stack: Any = None, 
 
 
 def source_line(eqn: JaxprEqn) -> str:
-    """The user's line behind `eqn`, as `file:line (function)`: the innermost line outside JAX, Flax and this package."""
+    """The user's line behind `eqn`, as `file:line (function)`: the innermost one.
+
+    Lines in JAX, in libraries of layers and losses, and in this package are not the user's.
+    """
     for frame in _source_info.user_frames(eqn.source_info.traceback):
         if not frame.file_name.startswith(_LIBRARIES):
             try:

@@ -15,6 +15,7 @@ from remat_jax.apply.blocks import replaced_text
 from remat_jax.apply.own_checkpoints import KEPT
 from remat_jax.apply.scope import tracing_anew
 from remat_jax.core import noting_differentiated
+from remat_jax.core.marks import name_of
 from remat_jax.core.origins import Origin, is_on_host, origin
 from remat_jax.core.shared import Reading, collecting
 from remat_jax.core.walk import checkpoints_around_blocks
@@ -192,7 +193,10 @@ def _checked_and_kept(workload: Workload, policy: Any) -> tuple[ResidualTable, s
     checked = as_block_policy(policy) if not isinstance(policy, dict) else None
     with collecting() as read, _effect_checked(policy.values() if isinstance(policy, dict) else [checked]):
         rows, aliases = _kept(workload, policy)
-    text = str(checked) if checked is not None else "; ".join(f"{block}: {of_block}" for block, of_block in policy.items())
+    of_blocks = (
+        {f"{name_of(block)}: ": as_block_policy(policy[block]) for block in policy} if checked is None else {"": checked}
+    )
+    text = "; ".join(f"{block}{getattr(of_block, 'name', None) or of_block}" for block, of_block in of_blocks.items())
     replaced = 0 if is_off(checked) else workload.replaced_checkpoints
     return ResidualTable(tuple(_ordered(rows)), workload.policy_text(text), None, _shared(read), replaced), aliases
 

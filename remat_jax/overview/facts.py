@@ -21,6 +21,12 @@ _RATES = {
     "out_bytes_per_s": "to the host",
     "in_bytes_per_s": "from the host",
     "hidden_share": "compute that copies can overlap",
+    "launch_seconds": "latency of a kernel",
+    "copy_seconds": "latency of a copy to or from the host",
+    "device_link_bytes_per_s": "between devices of a host",
+    "device_link_seconds": "latency between devices of a host",
+    "network_bytes_per_s": "between hosts",
+    "network_seconds": "latency between hosts",
 }
 _SHOWN = 6
 """The maximum number of the batch's arrays that are listed one by one."""
@@ -66,19 +72,16 @@ def _arguments(workload: Workload) -> list[tuple[str, str]]:
     """The arguments of the step, with sizes summed over all devices."""
     step = workload.step("off")
     pairs = []
-    for name, tree in zip(step.names, step.arguments, strict=False):
+    for name, tree in zip(step.labels, step.arguments, strict=True):
         leaves = jax.tree.leaves(tree)
         if not leaves:
             continue
-        if name.startswith("batch"):
+        if name.startswith("batch") or (not step.names and len(leaves) <= _SHOWN):
             pairs.append((name, _shapes(leaves)))
             continue
         elements = sum(leaf.size for leaf in leaves)
         kinds = ", ".join(dict.fromkeys(str(leaf.dtype) for leaf in leaves))
         pairs.append((name, f"{elements:,} elements, {format_bytes(compat.tree_bytes(tree))} ({kinds})"))
-    if not step.names:
-        size = compat.tree_bytes(step.arguments)
-        pairs.append(("arguments", f"{len(jax.tree.leaves(step.arguments))} arrays, {format_bytes(size)}"))
     return pairs
 
 

@@ -16,7 +16,7 @@ from remat_jax.hardware.amounts import amount, device_amount
 from remat_jax.memory.advice import largest_advice
 from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.planning.candidate import Tried
-from remat_jax.report.stacked_bars import merged_layers, without_common_root
+from remat_jax.report.stacked_bars import ARGUMENT, merged_layers, without_common_root
 from remat_jax.report.tables import format_bytes
 from remat_jax.train.parameters import device_bytes
 from remat_jax.workload import Workload
@@ -88,8 +88,9 @@ def argument_bytes(workload: Workload) -> int:
 def _arguments(workload: Workload, size_of: Callable[[Any], int] = device_bytes) -> Counter[str]:
     step = workload.step("off")
     sizes: Counter[str] = Counter()
-    for name, argument in zip(step.labels, step.local_arguments, strict=True):
-        sizes[_argument(name) or name] += size_of(argument)
+    for name, leaf in zip(step.array_names, jax.tree.leaves(step.local_arguments), strict=True):
+        owner = name.partition("/")[0]
+        sizes[_argument(owner) or owner] += size_of(leaf)
     return sizes
 
 
@@ -165,9 +166,9 @@ def _listed(held: dict[str, int]) -> str:
 
 
 def _argument(name: str) -> str | None:
-    """The category of an argument with this name, or None. Each argument of a finished step (`argument 0`) is a category."""
+    """The category of an argument with this name, or None. Each argument of a finished step is a category."""
     bare = re.sub(r"\[\d+\]$", "", name)
-    return bare if bare in _ARGUMENTS or re.fullmatch(r"argument \d+", bare) else None
+    return bare if bare in _ARGUMENTS or bare.startswith(ARGUMENT) else None
 
 
 def _sized(leaf: Any) -> bool:

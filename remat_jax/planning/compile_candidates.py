@@ -20,9 +20,10 @@ from remat_jax.memory.compile.process import Children, NotDoneError
 from remat_jax.planning.candidate import FAILED, Compiled, StepCandidate, Tried
 from remat_jax.planning.findings import PlanFinding, info
 from remat_jax.planning.loop import MOST_COMPILED, SIDE_BY_SIDE
+from remat_jax.planning.outcome import time_of
 from remat_jax.planning.problem import Described
 from remat_jax.planning.translate import policies_of
-from remat_jax.report.tables import format_bytes, format_seconds
+from remat_jax.report.tables import format_bytes
 from remat_jax.workload import Workload
 
 # Errors of one step; other steps may still compile. For example, layers in nested scans cannot have different policies.
@@ -40,7 +41,8 @@ class Compiler:
     """Compiles the steps of candidates until `deadline` (of `time.monotonic`); failures become `findings`.
 
     `timeout` is the seconds for the whole search. `gain` gives the share of the best step's time that a candidate is expected
-    to save; progress says it. `count` is the number of steps submitted so far.
+    to save; progress says it. `count` is the number of steps submitted so far. `unfinished` are the steps whose compilation the
+    timeout ended.
     """
 
     workload: Workload
@@ -53,6 +55,7 @@ class Compiler:
     findings: list[PlanFinding]
     gain: Callable[[StepCandidate, StepCandidate], float] | None = None
     count: int = field(default=0, init=False)
+    unfinished: list[StepCandidate] = field(default_factory=list, init=False)
     _only_failures: bool = field(default=False, init=False)
     """Whether a call of `compile` was the first, and all its steps failed."""
     _tracing: float = field(default=0.0, init=False)
@@ -105,8 +108,12 @@ class Compiler:
         if best is None:
             self._raise_fatal(list(errors.values()), all_failed=len(errors) == len(keys))
         self.count += len(keys)
+        late = {key for key, error in errors.items() if isinstance(error, NotDoneError)}
+        self.unfinished += [candidate for key, candidate in zip(keys, candidates, strict=True) if key in late]
         self.findings += [
-            info("left_out", f"Left out: {key} could not be compiled: {first_sentence(error)}") for key, error in errors.items()
+            info("left_out", f"Left out: {key} could not be compiled: {first_sentence(error)}")
+            for key, error in errors.items()
+            if key not in late
         ]
         return [Compiled(FAILED, 0, sound=False) if future.exception() else future.result() for future in futures]
 
@@ -142,7 +149,8 @@ class Compiler:
         if best is not None:
             seconds = best.compiled.seconds or self.described.base_seconds + best.candidate.seconds
             name = best.candidate.title
-            so_far = f"; best so far: {name}, {format_seconds(seconds)}, {format_bytes(best.compiled.device_bytes)}"
+            device = format_bytes(best.compiled.device_bytes)
+            so_far = f"; best so far: {name}, {time_of(best, seconds, self.target)}, {device}"
             if self.gain is not None:
                 gain = 100 * max(self.gain(candidate, best.candidate) for candidate in candidates)
                 so_far += f"; going on may gain {gain:.1f} %, Ctrl-C keeps the best"

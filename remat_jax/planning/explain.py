@@ -174,7 +174,8 @@ def _lines(part: Part, plan: PlanData) -> list[str]:
         else:
             lines.append(f"  {row.action:<9} {row.residual}, {format_bytes(row.bytes)}: {_why(row, part, plan)}")
     for action, rows in small.items():
-        lines.append(f"  {action:<9} {len(rows)} small residuals, {format_bytes(sum(row.bytes for row in rows))} together")
+        count = f"{len(rows)} small residual{'s' * (len(rows) > 1)}"
+        lines.append(f"  {action:<9} {count}, {format_bytes(sum(row.bytes for row in rows))} together")
     return lines
 
 

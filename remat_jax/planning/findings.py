@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ KINDS = {
 }
 """The kinds of findings."""
 SEVERITIES = ("info", "warning")
+FITS_WITH_CUBLAS = "whether the step fits if XLA chooses cuBLAS for the matmuls"
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,28 @@ def info(kind: str, text: str) -> PlanFinding:
 def warning(kind: str, text: str) -> PlanFinding:
     """A finding about the plan's step, which is also issued as a warning."""
     return PlanFinding(kind, "warning", text)
+
+
+def listed(texts: Sequence[str]) -> str:
+    """The texts in a row, each once.
+
+    >>> listed(["A", "B", "A", "C"]), listed(["A"])
+    ('A, B and C', 'A')
+    """
+    *first, last = dict.fromkeys(texts)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def not_shown(begin: str, claims: Sequence[str], why: str) -> list[PlanFinding]:
+    """One finding with all claims that were not shown. `begin` says why the search ended early; empty if it did not.
+
+    >>> [finding.text for finding in not_shown("", ["that A fits", "that B is faster"], "no compilations were left")]
+    ['Not shown: that A fits; that B is faster; no compilations were left']
+    """
+    severity = "warning" if FITS_WITH_CUBLAS in claims else "info"
+    if begin:
+        return [PlanFinding("cut_short", severity, f"{begin}. Not shown: {'; '.join(claims)}" if claims else begin)]
+    return [PlanFinding("not_shown", severity, f"Not shown: {'; '.join([*claims, *([why] if why else [])])}")] if claims else []
 
 
 def option_findings(is_limited: bool, options: Mapping[str, Any], has_loss: bool) -> list[PlanFinding]:

@@ -26,7 +26,7 @@ from remat_jax.planning.changes import CHANGES, checked
 from remat_jax.planning.check_budget import budget_bytes, check_arguments_fit, host_budget_bytes, infeasible
 from remat_jax.planning.choose_fastest import choose_fastest
 from remat_jax.planning.compile_candidates import Compiler, Progress, one_line
-from remat_jax.planning.findings import info, option_findings, warning
+from remat_jax.planning.findings import FITS_WITH_CUBLAS, info, listed, not_shown, option_findings, warning
 from remat_jax.planning.fit_memory import predicted, with_shares
 from remat_jax.planning.generators.as_written import counted_flops
 from remat_jax.planning.loop import Ended, search, settle
@@ -38,7 +38,7 @@ from remat_jax.planning.problem import KEEP_ALL, recompute_flops
 from remat_jax.planning.search_problem import Problem, problem
 from remat_jax.planning.steps import takes_steps
 from remat_jax.planning.translate import policies_of
-from remat_jax.planning.without_triton import kernel_findings, more_without_triton
+from remat_jax.planning.without_triton import is_unchecked, kernel_findings, more_without_triton
 from remat_jax.policy import LayerPolicies
 from remat_jax.report.progress import shown, silent
 from remat_jax.report.tables import format_bytes, format_estimate
@@ -258,9 +258,8 @@ class _Planner:
 
     def so_far(self) -> Plan:
         """The plan of what was compiled before an interrupt. Nothing else is compiled, and no further problem is solved."""
-        kept = [each for each in self.findings if each.kind not in ("cut_short", "not_shown")]
-        kept.append(info("cut_short", "The search was interrupted; a longer search may find a faster plan"))
-        self.deadline, self.findings[:] = -math.inf, kept
+        self.deadline = -math.inf
+        self.findings[:] = [each for each in self.findings if each.kind not in ("cut_short", "not_shown")]
         return self._plan(Ended("interrupt"))
 
     def _plan(self, ended: Ended) -> Plan:
@@ -306,20 +305,19 @@ class _Planner:
     def _find(self, ended: Ended, best: Tried, fields: Mapping[str, Any]) -> None:
         """Add findings: what was not shown of the plan's step, and what is to be known of its memory."""
         sizes, candidate = best.compiled.sizes, best.candidate
-        why = {
-            "compilations": "; no compilations were left",
-            "time": f"; timeout={self._timeout_text} s was over",
-            "interrupt": "; the search was interrupted",
-        }.get(ended.by, "")
-        if ended.by != "interrupt" and (ended.by == "time" or self._is_late()):
-            text = f"The search ended after timeout={self._timeout_text} s; a longer timeout may find a faster plan"
-            self.findings.append(info("cut_short", text))
-        if unknown := list(dict.fromkeys(step.name for step in ended.left if step.family == "named")):
-            self.findings.append(info("not_shown", f"Not shown: whether {' and '.join(unknown)} would fit and be faster{why}"))
+        left = [*self.compiler.unfinished, *(step for step in ended.left if step.family == "named")]
+        is_late = ended.by == "time" or self._is_late() or bool(self.compiler.unfinished)
+        begin = f"The search ended after timeout={self._timeout_text} s; a longer timeout may find a faster plan" * is_late
+        if ended.by == "interrupt":
+            begin = "The search was interrupted; a longer search may find a faster plan"
+        open_questions = [FITS_WITH_CUBLAS] if is_unchecked(best, self.compiler) else []
+        if left:
+            open_questions.append(f"whether {listed([step.title for step in left])} would fit and be faster")
         if candidate.host_bytes and fields["offload_needed"] is None and candidate.choices is not None:
-            self.findings.append(info("not_shown", f"Not shown: whether the offloaded residuals would fit on the device{why}"))
+            open_questions.append("whether the offloaded residuals would fit on the device")
         if not fields["is_maximal"]:
-            self.findings.append(info("not_shown", f"Not shown: that no further residual can be saved in a run of layers{why}"))
+            open_questions.append("that no further residual can be saved in a run of layers")
+        self.findings += not_shown(begin, open_questions, "no compilations were left" * (ended.by == "compilations"))
         if self.workload.found is not None:
             self.findings.append(info("blocks", self.workload.found.text))
         if self.workload.replaced_checkpoints and candidate.checkpoints:
@@ -329,7 +327,7 @@ class _Planner:
             self.findings.append(warning("host", f"Host memory: {short}, or plan with a host_budget"))
         if sizes.warning is not None:
             self.findings.append(warning("miscompiled", f"{sizes.warning[0].upper()}{sizes.warning[1:]}"))
-        self.findings += kernel_findings(self.known, best, self.compiler)
+        self.findings += kernel_findings(self.known, best, self.target)
         if candidate.name not in KEEP_ALL and ended.by != "interrupt" and not self._is_late():
             self.advice = advise(self.workload, sizes, traced_products(self.workload), self.target)
             self.findings += [info("beyond", text) for text in filter(None, [largest(self.advice, sizes)])]

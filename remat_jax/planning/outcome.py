@@ -19,6 +19,7 @@ from remat_jax.planning.plan_data import LayerRow, Part, Point, next_bytes, unbe
 from remat_jax.planning.problem import KEEP_ALL, Described, Kind, busy_seconds, copy_seconds
 from remat_jax.planning.translate import choices_of, policy_of
 from remat_jax.policy import Policy
+from remat_jax.report.tables import format_estimate
 from remat_jax.solver import Block, BlockPolicy, Choice, Stack
 
 POINTS = 12
@@ -128,9 +129,10 @@ def parts_of(described: Described, stack: Stack, candidate: StepCandidate) -> tu
             recompute_seconds=price.seconds,
             copy_seconds=sum(each) / layers,
         )
-        # Adjacent runs of one block that act alike are separate because the scan is cut between them.
-        _add(part, parts, may_extend=before != kind.block)
-        before = kind.block
+        # Adjacent runs of one kind that act alike are separate because the scan is cut between them. Layers of several kinds,
+        # such as Haiku's, which draw different keys, may act alike too.
+        _add(part, parts, may_extend=before is not kind)
+        before = kind
     return tuple(parts)
 
 
@@ -185,6 +187,11 @@ def assumed_rates(time: StepTime | None, target: Target) -> tuple[str, ...]:
     return time.assumed if time is not None else Rates.of(target).assumed(Rates.of(target).flops)[:2]
 
 
+def time_of(tried: Tried, seconds: float, target: Target) -> str:
+    """The estimated seconds of a compiled step as text, as the plan's tables show them."""
+    return format_estimate(seconds, bool(assumed_rates(getattr(tried.compiled.sizes, "time", None), target)))
+
+
 _ALIKE = 1 + 1e-9
 """Two sums count as equal up to this factor, because the same numbers may be added in different orders."""
 
@@ -211,7 +218,8 @@ def _lower_bound(known: Known, best: Tried) -> float | None:
 def gain_of_more_memory(known: Known, best: Tried) -> float | None:
     """The seconds by which a step is faster with `next_bytes` more memory; None if no plan is faster.
 
-    A step that was compiled counts with its compiled memory and time, any other with its estimates.
+    A step that was compiled counts with its compiled memory and time, any other with its estimates. A faster plan within the
+    budget, which a longer search may find, needs no more memory.
     """
     stack, fit, seconds = known.fit.stack, known.fit, known.seconds(best.candidate)
     anything = known.solved.plan(stack, math.inf)
@@ -224,4 +232,7 @@ def gain_of_more_memory(known: Known, best: Tried) -> float | None:
     within = [step.candidate for step in sound if step.compiled.device_bytes <= fit.within(step.candidate) + more]
     if larger is not None and fit.known(larger) is None:
         within.append(larger)
+    now = known.solved.plan(stack, fit.budget)
+    if now is not None and fit.known(now) is None:
+        seconds = min(seconds, known.seconds(now))
     return max([0.0, *(seconds - known.seconds(candidate) for candidate in within)])

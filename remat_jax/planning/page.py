@@ -161,11 +161,14 @@ def _frontier_table(plan: PlanData, points: Sequence[Point], chosen: int) -> str
 
 
 def _named_table(plan: PlanData) -> str:
-    rows = [[point.name, *_row(plan, point)] for point in _named(plan)]
+    rows = [[point.name, *_row(plan, point)] for point in plan.named]
     return html_table([Column("policy", "name"), *_COLUMNS], rows, label="the named policies")
 
 
 def _row(plan: PlanData, point: Point) -> list[Cell]:
     memory, time = "compiled" if point.compiled else "predicted", Estimate(point.seconds, bool(plan.assumed_rates))
     origin = "compiled" if point.timed else "traced"
-    return [point.device_bytes, point.host_bytes, memory, time, origin, _BUDGET[over_budget(plan, point)]]
+    verdict = point.remark or _BUDGET[over_budget(plan, point)]
+    if not _has_place(point):
+        return [point.device_bytes, None, "", None, "", verdict]
+    return [point.device_bytes, point.host_bytes, memory, time, origin, verdict]

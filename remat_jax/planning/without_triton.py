@@ -10,17 +10,17 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from remat_jax.hardware import Target
 from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.options import WITHOUT_TRITON
 from remat_jax.memory.compile.process import NotDoneError
 from remat_jax.planning.candidate import Tried
 from remat_jax.planning.compile_candidates import Compiler, first_sentence
-from remat_jax.planning.findings import PlanFinding, info, warning
+from remat_jax.planning.findings import FITS_WITH_CUBLAS, PlanFinding, info, warning
 from remat_jax.planning.known import Known
-from remat_jax.report.tables import format_bytes, format_seconds
-
-_NOT_SHOWN = "Not shown: whether the step fits if XLA chooses cuBLAS for the matmuls"
+from remat_jax.planning.outcome import time_of
+from remat_jax.report.tables import format_bytes
 
 _SHORTEST = 1.0
 """The compile process gets at least this many seconds."""
@@ -48,18 +48,24 @@ def more_without_triton(compiler: Compiler, tried: Tried) -> int | None:
             memory_limit=tried.candidate.memory_limit,
             kernels=compiler.kernels,
         )
+    except NotDoneError:  # the plan says what is not shown
+        return None
     except Exception as error:  # a step that fits is not lost, whatever fails
-        compiler.findings.append(warning("kernels", f"{_NOT_SHOWN}: {first_sentence(error)}"))
+        compiler.findings.append(warning("kernels", f"Not shown: {FITS_WITH_CUBLAS}: {first_sentence(error)}"))
         return None
     return max(0, sizes["the plan"].device - tried.compiled.device_bytes)
 
 
-def kernel_findings(known: Known, best: Tried, compiler: Compiler) -> list[PlanFinding]:
+def is_unchecked(best: Tried, compiler: Compiler) -> bool:
+    """Whether it is unknown, and no finding says so yet, if the step fits without Triton."""
+    is_open = best.compiled.more is None and backend_of(compiler.target).chooses_kernels_on_device
+    return is_open and not any(finding.kind == "kernels" for finding in compiler.findings)
+
+
+def kernel_findings(known: Known, best: Tried, target: Target) -> list[PlanFinding]:
     """What a reader should know of the kernels: a step that was given up for them, or that the plan may exceed the budget."""
     if best.compiled.more is None:
-        is_told = any(finding.kind == "kernels" for finding in compiler.findings)
-        is_open = backend_of(compiler.target).chooses_kernels_on_device and not is_told
-        return [info("not_shown", _NOT_SHOWN)] if is_open else []
+        return []
     budget = round(known.fit.whole_budget)
     excess = best.compiled.most_bytes - budget
     if excess > 0:
@@ -70,7 +76,7 @@ def kernel_findings(known: Known, best: Tried, compiler: Compiler) -> list[PlanF
     return [
         info(
             "kernels",
-            f"Given up: {step.candidate.title}, {format_seconds(known.seconds(step.candidate))}. It needs "
+            f"Given up: {step.candidate.title}, {time_of(step, known.seconds(step.candidate), target)}. It needs "
             f"{format_bytes(step.compiled.device_bytes)} with Triton's matmuls, but {format_bytes(step.compiled.most_bytes)} "
             "with cuBLAS's, which XLA may choose on the GPU. The plan fits with both",
         )

@@ -134,14 +134,26 @@ def _draw(picture: Picture, panel: Panel, area: Box) -> None:
     picture.text((left, top - 16), panel.title, size=14, look='font-weight="bold"')
     picture.x_axis(x, top, bottom, panel.xlabel)
     picture.y_axis(y, left, right, panel.ylabel, "{:.0%}".format if panel.percent else "{:g}".format)
-    if panel.limit is not None:
-        name, value = panel.limit
-        picture.line([(x(value), top), (x(value), bottom)], VERMILLION, 1.3, dashed=True)
-        picture.text((x(value) - 6, top + 13), name, size=_LETTERS, colour=VERMILLION, anchor="end")
 
     def at(places: Sequence[Place]) -> list[Place]:
         return [(x(across), y(up)) for across, up in places]
 
+    taken = [box for series in panel.series for box in boxes_along(at(series.line))]
+    taken += [(px - 5, py - 5, px + 5, py + 5) for series in panel.series for px, py in at(series.points) if not series.names]
+    taken += [(px - _RING, py - _RING, px + _RING, py + _RING) for series in panel.series for px, py in at(series.rings)]
+    taken += [] if panel.limit is None else boxes_along([(x(panel.limit[1]), top), (x(panel.limit[1]), bottom)])
+    named = [
+        (place, name, series.colour)
+        for series in panel.series
+        for place, name in zip(at(series.points), series.names, strict=bool(series.names))
+        if name
+    ]
+    boxes = place_labels([place for place, *_ in named], [_size(name) for _, name, _ in named], area, taken=taken)
+    if panel.limit is not None:
+        name, value = panel.limit
+        for start, end in _outside_boxes(x(value), (top, bottom), boxes):
+            picture.line([(x(value), start), (x(value), end)], VERMILLION, 1.3, dashed=True)
+        picture.text((x(value) - 6, top + 13), name, size=_LETTERS, colour=VERMILLION, anchor="end")
     for series in panel.series:
         if series.line:
             picture.line(at(series.line), series.colour, 1.8, dashed=series.dashed, opacity=0.35 if series.faint else 1.0)
@@ -153,33 +165,36 @@ def _draw(picture: Picture, panel: Panel, area: Box) -> None:
                 picture.mark(series.shape, place, series.colour, series.size, hollow=is_hollow, tooltip=tooltip)
             for place in at(series.rings):
                 picture.mark(series.shape, place, series.colour, _RING, fill="none")
-    taken = [box for series in panel.series for box in boxes_along(at(series.line))]
-    taken += [(px - 5, py - 5, px + 5, py + 5) for series in panel.series for px, py in at(series.points) if not series.names]
-    taken += [(px - _RING, py - _RING, px + _RING, py + _RING) for series in panel.series for px, py in at(series.rings)]
-    taken += [] if panel.limit is None else boxes_along([(x(panel.limit[1]), top), (x(panel.limit[1]), bottom)])
-    named = [
-        (place, name, series.colour)
-        for series in panel.series
-        for place, name in zip(at(series.points), series.names, strict=bool(series.names))
-        if name
-    ]
-    _name(picture, named, area, taken)
+    for (place, name, colour), (left, top, right, bottom) in zip(named, boxes, strict=True):
+        nearest = (min(max(place[0], left), right), min(max(place[1], top), bottom))
+        if math.dist(nearest, place) > 20:  # a line connects a distant name to its point
+            picture.line([place, nearest], GREY, 0.8)
+        picture.text((left + 4, bottom - 0.3 * _LETTERS), name, size=_LETTERS, colour=colour)
+
+
+def _size(name: str) -> tuple[float, float]:
+    return text_width(name, _LETTERS) + 8, _LETTERS * 1.2
+
+
+def _outside_boxes(x: float, span: tuple[float, float], boxes: Sequence[Box]) -> Iterator[tuple[float, float]]:
+    """The parts of a vertical line at `x` that are in none of the boxes.
+
+    >>> list(_outside_boxes(5, (0, 100), [(0, 20, 9, 30), (6, 40, 9, 50), (0, 25, 9, 35)]))
+    [(0, 20), (35, 100)]
+    """
+    start, end = span
+    for left, top, right, bottom in sorted(boxes, key=lambda box: box[1]):
+        if left < x < right:
+            if top > start:
+                yield start, top
+            start = max(start, bottom)
+    if start < end:
+        yield start, end
 
 
 def _values(series: Series, index: int) -> str:
     name = f"{series.names[index]}: " if series.names else ""
     return name + ", ".join(f"{value:.4g}" for value in series.points[index])
-
-
-def _name(picture: Picture, named: Sequence[tuple[Place, str, str]], area: Box, taken: Sequence[Box]) -> None:
-    """Write each name near its point, clear of marks, lines and other names; a line connects a distant name to its point."""
-    sizes = [(text_width(name, _LETTERS) + 8, _LETTERS * 1.2) for _, name, _ in named]
-    boxes = place_labels([place for place, _, _ in named], sizes, area, taken=taken)
-    for (place, name, colour), (left, top, right, bottom) in zip(named, boxes, strict=True):
-        nearest = (min(max(place[0], left), right), min(max(place[1], top), bottom))
-        if math.dist(nearest, place) > 20:
-            picture.line([place, nearest], GREY, 0.8)
-        picture.text((left + 4, bottom - 0.3 * _LETTERS), name, size=_LETTERS, colour=colour)
 
 
 def _spread(values: Sequence[float], binary: bool, share: float) -> tuple[float, float]:

@@ -46,7 +46,11 @@ class FittedTable(Table):
         left_out = ", ".join(titles[at] for at in sorted(dropped) if titles[at])
         note = f"Left out for lack of room: {left_out}." if left_out else ""
         caption = "\n".join(filter(None, (str(self.caption or ""), note)))
-        fitted = Table(title=self.title, caption=Text(caption) if caption else None)
+        # A title breaks at the table's edge, also between a number and its unit. So the table is as wide as a title that fits.
+        title = cell_len(str(self.title or ""))
+        fitted = Table(
+            title=self.title, caption=Text(caption) if caption else None, min_width=title if title <= width else None
+        )
         for column, room in zip(kept, widths, strict=True):
             fitted.add_column(_wrapped(column.title, room), justify=column.justify, no_wrap=True)
         for row in zip(*(column.cells for column in kept), strict=True):

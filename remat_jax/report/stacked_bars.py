@@ -38,20 +38,24 @@ A figure draws each part in its own colour, and hatches some kinds.
 """
 
 _COLOURS = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, "#F0E442")
-_OF_A_STEP = "arguments"
-"""The arguments of a finished step, which are known by their positions alone: `argument 0`."""
-_ARGUMENTS = {
-    **{"parameters": "#4d4d4d", "frozen parameters": "#6e6e6e", "optimizer state": "#909090", "batch": "#b5b5b5"},
-    _OF_A_STEP: "#4d4d4d",
-}
+ARGUMENT = "argument "
+"""The names of a finished step's arguments begin so: a module of the model may have an argument's name."""
+_ARGUMENTS = {"parameters": "#4d4d4d", "frozen parameters": "#6e6e6e", "optimizer state": "#909090", "batch": "#b5b5b5"}
+_OTHER_ARGUMENTS, _MOST_GIVEN = "other arguments", 3
 _OTHER, _NOWHERE, ARGUMENTS = "other modules", "of no module", "arguments and results"
-_GREYS = {**_ARGUMENTS, ARGUMENTS: _ARGUMENTS["optimizer state"], _OTHER: "#d0d0d0", _NOWHERE: "#e8e8e8"}
+_GREYS = {
+    **_ARGUMENTS,
+    ARGUMENTS: _ARGUMENTS["optimizer state"],
+    _OTHER_ARGUMENTS: "#b5b5b5",
+    _OTHER: "#d0d0d0",
+    _NOWHERE: "#e8e8e8",
+}
 KEPT, WORKING = "kept", "working set"
 _PHASES = {"argument": KEPT, "forward": KEPT}
 _LONGEST_NAME = 34
 MOST_MODULES = len(_COLOURS)
 """At most this number of modules have their own colour."""
-_ROW, _THICKNESS, _NAME = 36.0, 26.0, 16.0
+_ROW, _THICKNESS, _NAME, _DESCENT = 36.0, 26.0, 16.0, 4.0
 _TOP, _BELOW = 40.0, 56.0
 _LEAST_WIDTH = 600.0
 """Pictures with fewer pixels stack the panels, with the names above the bars. Wider pictures have the panels side by side, with
@@ -100,7 +104,8 @@ def stacked_figure(
       limit: a name and bytes, drawn as a dashed line unless the line is far beyond the bars.
     """
     letters, spare = part_letters(bars), itertools.cycle(_COLOURS)
-    colours = {part: _GREYS.get(part) or next(spare) for part in letters}
+    greys = itertools.cycle(_ARGUMENTS.values())
+    colours = {part: _GREYS.get(part) or next(greys if part.startswith(ARGUMENT) else spare) for part in letters}
     totals = {name: sum(parts.values()) for name, parts in bars.items()}
     largest = max(totals.values())
     unit = byte_unit(largest)
@@ -138,7 +143,8 @@ def grouped(memory: Mapping[str, Memory], modules: int) -> dict[str, dict[tuple[
     """A dict from policy to its bar, which maps (module or argument, `kept` or `working set`) to bytes.
 
     Layers whose paths differ only in a number are merged into one module, and the arrays of an argument into one part. Then
-    modules are ranked by their largest share of any bar. All modules after the first `modules` are merged into one part.
+    modules are ranked by their largest share of any bar. All modules after the first `modules` are merged into one part, and
+    so are all arguments of a finished step after the first three.
     """
     paths = dict.fromkeys(path for bar in memory.values() for path, phase in bar if _argument(path, phase) is None)
     names = dict(zip(paths, without_common_root(merged_layers(paths)), strict=True))
@@ -148,17 +154,19 @@ def grouped(memory: Mapping[str, Memory], modules: int) -> dict[str, dict[tuple[
             module = _argument(path, phase) or names[path] or _NOWHERE
             bars[policy][module, _PHASES.get(phase, WORKING)] += size
 
-    def largest_share(module: str) -> float:
-        return max((bar[module, KEPT] + bar[module, WORKING]) / (bar.total() or 1) for bar in bars.values())
+    def largest_share(part: str) -> float:
+        return max((bar[part, KEPT] + bar[part, WORKING]) / (bar.total() or 1) for bar in bars.values())
 
-    computed = {module for bar in bars.values() for module, _ in bar} - {*_ARGUMENTS, _NOWHERE}
-    ranked = sorted(computed, key=lambda module: (-largest_share(module), module))
-    order = [*ranked[:modules], _OTHER, _NOWHERE, *_ARGUMENTS]
+    ranked = sorted({part for bar in bars.values() for part, _ in bar}, key=lambda part: (-largest_share(part), part))
+    given = [part for part in ranked if part.startswith(ARGUMENT)]
+    computed = [part for part in ranked if part not in {*given, *_ARGUMENTS, _OTHER_ARGUMENTS, _NOWHERE}]
+    order = [*computed[:modules], _OTHER, _NOWHERE, *_ARGUMENTS, *given[:_MOST_GIVEN], _OTHER_ARGUMENTS]
     merged: dict[str, dict[tuple[str, str], int]] = {}
     for policy, parts in bars.items():
         sizes = Counter[tuple[str, str]]()
         for (module, kind), size in parts.items():
-            sizes[module if module in order else _OTHER, kind] += size
+            merged_into = _OTHER_ARGUMENTS if module in given else _OTHER
+            sizes[module if module in order else merged_into, kind] += size
         merged[policy] = dict(sorted(sizes.items(), key=lambda entry: (order.index(entry[0][0]), entry[0][1])))
     return merged
 
@@ -210,7 +218,9 @@ def _argument(path: str, phase: str) -> str | None:
     name = re.sub(r"\[\d+\]$", "", path)
     if name in _ARGUMENTS:
         return name
-    return _OF_A_STEP if phase == "argument" or re.fullmatch(r"argument \d+", path) else None
+    if name.startswith(ARGUMENT):
+        return name
+    return _OTHER_ARGUMENTS if phase == "argument" else None
 
 
 def _short(name: str) -> str:
@@ -289,9 +299,9 @@ def bars_picture(
             elif not at:
                 picture.text((start - 10, row_bottom - _ROW / 2 + 4.5), name, anchor="end", look=look)
             _draw_row(picture, panel.rows[row], scale, row_bottom - (_ROW + _THICKNESS) / 2)
-        if panel.mark is not None:
-            dashed = [(scale(panel.mark), panel_top), (scale(panel.mark), panel_top + row_height * len(names))]
-            picture.line(dashed, INK, 1.2, dashed=True)
+            if panel.mark is not None:  # in a narrow picture the line leaves out the names, which are above the bars
+                line_top = row_bottom - (_ROW - _DESCENT if is_narrow else row_height)
+                picture.line([(scale(panel.mark), line_top), (scale(panel.mark), row_bottom)], INK, 1.2, dashed=True)
     picture.legend(keys, 20, bottom - 6, width - 40)
     return picture
 

@@ -57,7 +57,7 @@ def export_step(key: str, step: TrainingStep, target: Target) -> ExportedProgram
         raise _of_another_mesh(devices, f"the program is for {_counted(exported.nr_devices)}")
     mesh = tuple(zip(step.mesh.axis_names, step.mesh.axis_sizes, strict=True)) if step.mesh is not None else ()
     held = _held_bytes(step, exported.out_avals, donated)
-    return ExportedProgram(key, bytes(exported.serialize()), donated, tuple(_argument_names(step)), mesh, held, kernels)
+    return ExportedProgram(key, bytes(exported.serialize()), donated, step.array_names, mesh, held, kernels)
 
 
 def _held_bytes(step: TrainingStep, results: Sequence[Any], donated: Sequence[int]) -> int:
@@ -132,12 +132,3 @@ def _of_another_mesh(devices: int, reason: str) -> UnsupportedError:
 
 def _counted(devices: int) -> str:
     return f"{devices} device{'s' * (devices > 1)}"
-
-
-def _argument_names(step: TrainingStep) -> list[str]:
-    names = []
-    for index, argument in enumerate(step.arguments):
-        name = step.labels[index]
-        paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(argument)]
-        names += [f"{name}/{path}" if path else name for path in paths]
-    return names
