@@ -111,8 +111,8 @@ class Solver:
             kind.runs = joined(kind.block, kind.measures, _room(kinds, at, whole), kind.runs)
         runs = [(kind.table.policy(kind.codes[policy]), count) for kind in kinds for policy, count in kind.runs]
         ends = itertools.accumulate(count for _, count in runs)
-        pairs = zip(itertools.pairwise(policy for policy, _ in runs), ends, strict=False)
-        cuts = tuple(end for (one, other), end in pairs if one == other and one.block.late_bytes)
+        neighbours = zip(itertools.pairwise(policy for policy, _ in runs), ends, strict=False)
+        cuts = tuple(end for (one, other), end in neighbours if one == other and one.block.late_bytes)
         return [policy for policy, count in runs for _ in range(count)], cuts
 
 
