@@ -98,6 +98,10 @@ def test_cuts_are_of_scans_and_between_layers_that_do_the_same():
     (policies,) = policies_of(described[True], cut).values()
     assert policies.cuts == (2, 5) and [len(layers) for layers, _ in policies.ranges] == [2, 2, 1, 1]
     assert cut.seconds == candidate.seconds and cut != candidate
+    # To join the gradients of two scans, each of their bytes is read and written once.
+    whole, (block,) = own_candidate(described[True], full[True]), described[True].stack.blocks
+    joining = 2 * block.repeats * block.late_bytes / described[True].rates.hbm_bytes_per_s
+    assert recut(described[True], whole, (2,)).seconds - whole.seconds == pytest.approx(joining)
     parts = parts_of(described[True], described[True].stack, cut)
     assert [(part.first, part.layers) for part in parts] == [(run.start, len(run)) for run, _ in policies.ranges]
 

@@ -16,11 +16,11 @@ from typing import Any
 from remat_jax.apply.audit import Audit
 from remat_jax.core import marks as marking
 from remat_jax.errors import PlanningError
-from remat_jax.planning.candidate import Choices, Cuts, KeptArrays, Load, StepCandidate, block_policies
+from remat_jax.planning.candidate import Choices, Cuts, KeptArrays, Load, StepCandidate, block_policies, singles
 from remat_jax.planning.model import block_name
 from remat_jax.planning.problem import Described, Kind, block_seconds, extra_seconds
 from remat_jax.policy import Action, LayerPolicies, Policy, PolicyRule, as_block_policy
-from remat_jax.solver import Block, BlockPolicy, Choice
+from remat_jax.solver import Block, BlockPolicy, Choice, scans
 
 
 def own_candidate(described: Described, choices: Choices) -> StepCandidate:
@@ -39,7 +39,16 @@ def own_candidate(described: Described, choices: Choices) -> StepCandidate:
             seconds += last - each if first == len(choices) and layer == chosen[-1] else 0.0
         loads += [known[layer][0] for layer in chosen]
         kept += [known[layer][1] for layer in chosen]
+    seconds += _joining_seconds(described, kept, ())
     return StepCandidate(tuple(kept), loads=tuple(loads), seconds=seconds, choices=choices)
+
+
+def _joining_seconds(described: Described, kept: Sequence[KeptArrays], cuts: Cuts) -> float:
+    """The seconds to join the stacked gradients of scans that were cut: each byte is read and written once."""
+    blocks = singles(described.stack)
+    counts = Counter(blocks[start].name for start, _ in scans(blocks, kept, cuts))
+    cut = (block for block in described.stack.blocks if block.late_bytes and counts[block.name] > 1)
+    return 2 * sum(block.repeats * block.late_bytes for block in cut) / described.rates.hbm_bytes_per_s
 
 
 def _load(policy: BlockPolicy) -> Load:
@@ -58,7 +67,8 @@ def recut(described: Described, candidate: StepCandidate, cuts: Cuts) -> StepCan
             kept += [at for at in inside if candidate.kept[at - 1] == candidate.kept[at]]
         first += block.repeats
     loads = tuple(replace(load, cut=at in kept) for at, load in enumerate(candidate.loads))
-    return replace(candidate, cuts=tuple(kept), loads=loads)
+    joining = [_joining_seconds(described, candidate.kept, cuts) for cuts in (candidate.cuts, tuple(kept))]
+    return replace(candidate, cuts=tuple(kept), loads=loads, seconds=candidate.seconds + joining[1] - joining[0])
 
 
 def named_candidate(described: Described, name: str) -> StepCandidate:
