@@ -37,8 +37,8 @@ from remat_jax.report import format_bytes
 
 CHIPS = ("v5e", "v6e", "v5p", "v4", "tpu7x")
 LEAST, MOST = "full", "dots_with_no_batch_dims"
-SHARES = {"low": 0.2, "middle": 0.5, "high": 0.8}
-"""Where the budgets are between the bytes of `LEAST` and `MOST`."""
+SHARES = {"middle": 0.5, "low": 0.2, "high": 0.8}
+"""Where the budgets are between the bytes of `LEAST` and `MOST`; a run that is stopped has the first for all models."""
 SLOWER = 0.005
 """A plan may be this much slower than another step that fits."""
 
@@ -89,19 +89,18 @@ def compiled_apart(
 def planned(chips: Sequence[str], timeout: float, known: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """A row for each chip, model and budget, except the rows in `known`."""
     done = {(row["chip"], row["model"], row["share"]) for row in known}
-    for chip, model in itertools.product(chips, MODELS):
-        missing = [share for share in SHARES if (chip, model, share) not in done]
-        if not missing:
+    workloads = {model: make() for model, make in MODELS.items()}
+    for chip, share, model in itertools.product(chips, SHARES, MODELS):
+        if (chip, model, share) in done:
             continue
-        workload = MODELS[model]()
+        workload = workloads[model]
         reports = measure_many(workload, [LEAST, MOST], chip)
         steps = [{"bytes": report.device_bytes, "seconds": report.seconds} for report in reports]
         policies = dict(zip((LEAST, MOST), steps, strict=True))
         low, high = sorted(report.device_bytes for report in reports)
-        for share in missing:
-            budget = low + round(SHARES[share] * (high - low))
-            row = {"chip": chip, "model": model, "share": share, "budget": budget, "policies": policies}
-            yield row | plan_row(workload, budget, chip, timeout) | {"commit": git_commit()}
+        budget = low + round(SHARES[share] * (high - low))
+        row = {"chip": chip, "model": model, "share": share, "budget": budget, "policies": policies}
+        yield row | plan_row(workload, budget, chip, timeout) | {"commit": git_commit()}
 
 
 def plan_row(workload: rj.Workload, budget: int, chip: str, timeout: float) -> dict[str, Any]:
@@ -157,7 +156,10 @@ def amounts(step: Mapping[str, Any]) -> str:
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the rows as a table."""
     columns = ["chip", "model", LEAST, MOST, "budget", "plan", "beside the fastest other", "same bytes apart", "compiled"]
-    print(markdown(columns, [cells(row, rows) for row in rows]))
+    # The rows of a model side by side, with rising budgets.
+    models = list(dict.fromkeys((row["chip"], row["model"]) for row in rows))
+    ordered = sorted(rows, key=lambda row: (models.index((row["chip"], row["model"])), row["budget"]))
+    print(markdown(columns, [cells(row, rows) for row in ordered]))
 
 
 def faults(rows: Sequence[Mapping[str, Any]]) -> list[str]:
