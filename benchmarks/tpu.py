@@ -1,7 +1,7 @@
 """`python -m benchmarks.tpu`: plans for TPUs that are not here, each compiled again apart from the package.
 
     python -m benchmarks.tpu --output build/tpu.json          all chips; hours on two cores
-    python -m benchmarks.tpu --chips v5e v5p                  some
+    python -m benchmarks.tpu --chips v5e --models NNX         some
     python -m benchmarks.tpu --resume --output FILE           only the rows that FILE does not have
     python -m benchmarks.tpu --show FILE                      compile nothing: print the rows of FILE
 
@@ -86,11 +86,13 @@ def compiled_apart(
     return sizes
 
 
-def planned(chips: Sequence[str], timeout: float, known: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def planned(
+    chips: Sequence[str], models: Sequence[str], timeout: float, known: Sequence[Mapping[str, Any]]
+) -> Iterator[dict[str, Any]]:
     """A row for each chip, model and budget, except the rows in `known`."""
     done = {(row["chip"], row["model"], row["share"]) for row in known}
-    workloads = {model: make() for model, make in MODELS.items()}
-    for chip, share, model in itertools.product(chips, SHARES, MODELS):
+    workloads = {model: MODELS[model]() for model in models}
+    for chip, share, model in itertools.product(chips, SHARES, models):
         if (chip, model, share) in done:
             continue
         workload = workloads[model]
@@ -184,6 +186,7 @@ def main() -> int:
     """Print the rows; returns 1 if one breaks a promise."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chips", nargs="+", choices=CHIPS, default=CHIPS)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "benchmarks" / "tpu.json")
     parser.add_argument("--resume", action="store_true", help="keep the rows of the output")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each plan; default: %(default)s")
@@ -191,7 +194,7 @@ def main() -> int:
     options = parser.parse_args()
     kept = options.show or (options.output if options.resume and options.output.exists() else None)
     rows: list[dict[str, Any]] = json.loads(kept.read_text(encoding="utf-8"))["rows"] if kept else []
-    for row in () if options.show else planned(options.chips, options.timeout, list(rows)):
+    for row in () if options.show else planned(options.chips, options.models, options.timeout, list(rows)):
         rows.append(row)
         print(f"{row['chip']}, {row['model']}, {row['share']}: {row['wall_seconds']:.0f} s", file=sys.stderr)
         write_json(options.output, {"provenance": provenance(), "rows": rows})
