@@ -288,8 +288,12 @@ def block_program(call: Call, rates: Rates, stack_passes: int, fuses_into_matmul
         if name in block.named.candidates and block.named.candidates[name].is_input
     }
     costs = _forward_cost(call), jaxpr_cost(backward)
-    own = inner_residuals, dropped, fuses_into_matmuls
-    return BlockProgram(call, rates, stack_passes, flat, *costs, inputs, flatten(compat.dce(backward)), *own)
+    return BlockProgram(
+        *(call, rates, stack_passes, flat, *costs, inputs, flatten(compat.dce(backward))),
+        own=inner_residuals,
+        dropped=dropped,
+        fuses_into_matmuls=fuses_into_matmuls,
+    )
 
 
 def _forward_cost(call: Call) -> Cost:
