@@ -303,7 +303,7 @@ def test_the_diagnosis_is_plain_data_and_prints():
     assert plain["findings"][0]["trap"] == "unmatched_name" and plain["regions"] == 1
     assert not diagnosis and "unmatched_name" in str(diagnosis) and "layer_0" in str(diagnosis)
     well = doctor(small(), "full")
-    assert well and "no traps; one checkpointed region.\nName a GPU as the target" in str(well)
+    assert well and "no traps; one checkpointed region.\nName a GPU or TPU as the target" in str(well)
     assert "no traps; nothing is checkpointed." in str(doctor(small(), "off"))
     assert "(traced, not compiled): 1 trap\n" in str(diagnosis)
 

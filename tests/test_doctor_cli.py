@@ -83,14 +83,15 @@ def test_a_gpu_that_jax_cannot_use_is_told_with_the_reason(monkeypatch):
 
 
 def test_what_this_jax_cannot_do_is_told_with_the_remedy(monkeypatch, remat3):
-    installed = {"jaxlib": "0.12.0.1", "jax-cuda13-plugin": "0.11.2"}
+    installed = {"jaxlib": "0.12.0.1", "jax-cuda13-plugin": "0.11.2", "libtpu": "0.0.1"}
     monkeypatch.setattr(versions.importlib.metadata, "version", lambda name: installed[name])
     monkeypatch.setattr(versions, "_PLUGINS", ("jax-cuda13-plugin",))
     monkeypatch.setattr(versions, "JAX_VERSION", (0, 11, 0))
     monkeypatch.setattr(versions, "_cured_here", lambda: None)
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    refused, miscompiled, plugin = versions.limits()[-3:]
+    refused, tpu_compiler, miscompiled, plugin = versions.limits()[-4:]
     assert refused.startswith("jax_remat3=True") and "use JAX 0.12" in refused
+    assert "pip install 'remat-jax[tpu-compile]'" in tpu_compiler
     assert miscompiled.startswith("offload inside a scan is refused on GPUs") and "use JAX 0.11.1 or later" in miscompiled
     assert plugin.endswith("pip install jax-cuda13-plugin==0.12.0.1")
     # One suitable version suffices, whatever else is installed.

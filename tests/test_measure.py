@@ -72,7 +72,7 @@ def test_offload_on_the_cpu_says_that_there_is_one_memory():
     report = rj.measure(workload(True, rows=64), "offload_inputs")
     assert report.host_bytes == report.receipt.host_bytes == 0
     assert report.receipt.warnings == (
-        "a CPU has one memory: offloaded arrays stay in temp, and host_bytes is 0; ask for a GPU target",
+        "a CPU has one memory: offloaded arrays stay in temp, and host_bytes is 0; ask for a GPU or TPU target",
     )
     assert "offload: offered" in str(report) and "warning: a CPU has one memory" in str(report)
     assert report.to_dict()["receipt"]["offered_bytes"] == 4 * LAYERS * 64 * WIDTH
@@ -286,7 +286,7 @@ def small_job(optimizer: Any = None, rows: int = 512) -> rj.Workload:
 def test_a_policy_that_frees_nothing_is_said() -> None:
     """XLA for CPUs merges the recomputation of unrolled blocks with the forward pass."""
     job = small_job()
-    with pytest.warns(rj.RematWarning, match="policy full frees .* here: the step needs .* ask for a GPU target"):
+    with pytest.warns(rj.RematWarning, match="policy full frees .* here: the step needs .* ask for a GPU or TPU target"):
         (text,) = rj.measure(job, "full", "cpu").warnings
     assert "drops 12.0 MiB of residuals" in text  # of 12.5 MiB without checkpoints
     assert rj.measure(job, "off", "cpu").warnings == () == rj.measure(job, "everything", "cpu").warnings

@@ -12,6 +12,7 @@ import pytest
 
 import remat_jax as rj
 from benchmarks.cuts import few_rows
+from remat_jax.cost.cost import is_pass
 from remat_jax.memory.measure import measure_many
 from remat_jax.planning.fit_memory import predicted
 from remat_jax.planning.outcome import parts_of
@@ -136,6 +137,20 @@ def test_the_kernels_of_a_tpu_write_into_the_stack_of_a_scan():
         (up,) = (array for array in kind.program.arrays if any(each == "layers/ffn/up:dot_general#0" for each in array.names))
         kept[name] = kind.program.kept_seconds(up) * RATES.hbm_bytes_per_s / up.bytes
     assert kept == {"h200": pytest.approx(3), "v5e": 0}
+
+
+def test_on_a_tpu_a_pass_fuses_into_the_matmul_that_reads_it():
+    """The activation between two matmuls: a GPU writes it anyway, and a TPU only to keep it."""
+    prices = {}
+    for name in ("h200", "v5e"):
+        (kind,) = scanned_decoder(name).kinds
+        program = kind.program
+        (down,) = (eqn for eqn in program.flat.eqns if "layers/ffn/down:dot_general#0" in eqn.outputs[0].names)
+        (relu,) = (eqn for eqn in program.flat.eqns if down.inputs[0] in eqn.outputs)
+        assert is_pass(relu)
+        written = program.kept_seconds(down.inputs[0]) * RATES.hbm_bytes_per_s / down.inputs[0].bytes
+        prices[name] = program.seconds[relu] > 0, round(written)
+    assert prices == {"h200": (True, 3), "v5e": (False, 1)}
 
 
 def test_layers_of_another_shape_are_not_in_a_scan_of_their_own():

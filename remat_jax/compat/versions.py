@@ -13,7 +13,7 @@ from jax._src import config as _config
 from jax._src import xla_bridge as _bridge
 
 from remat_jax.compat.rematerialisation import remat3
-from remat_jax.compat.xla import disabled_passes, require_gpu_compiler
+from remat_jax.compat.xla import disabled_passes, require_gpu_compiler, require_tpu_compiler
 from remat_jax.errors import UnsupportedError
 from remat_jax.warning import is_silenced, warn
 
@@ -146,7 +146,9 @@ def _scans_have_gradients() -> bool:
 def limits() -> tuple[str, ...]:
     """The limits of this installation of JAX and its settings: one text each, with the reason and the remedy."""
     texts = [*_limits_of_flags()]
-    for require in (require_gpu_compiler, require_named_policies):
+    # Without libtpu nothing of TPUs is wanted here; a libtpu of another JAX is a fault.
+    required = [require_gpu_compiler, require_named_policies, *([require_tpu_compiler] if installed_version("libtpu") else [])]
+    for require in required:
         try:
             require()
         except UnsupportedError as error:

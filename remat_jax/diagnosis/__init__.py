@@ -1,4 +1,4 @@
-"""`doctor` traces a training step, compiles it if a GPU is named, and reports known traps in it.
+"""`doctor` traces a training step, compiles it if a GPU or TPU is named, and reports known traps in it.
 
 `watch` records the step's checkpointed regions; `policies`, `structure` and `compiled` have a function for each trap.
 `environment` describes the machine and its packages.

@@ -89,7 +89,7 @@ def doctor(workload: Workload, policy: Any, target: str | Target | None = None, 
 
     Args:
       policy: a policy, its name or text, a JAX policy object, or a dict that maps each block to its policy.
-      target: a GPU to compile for, or None to trace only.
+      target: a GPU or TPU to compile for, or None to trace only.
       timeout: seconds that each compilation may take.
 
     Raises:

@@ -18,9 +18,9 @@ from remat_jax.report.tables import render
 
 _PACKAGES = (
     *("remat_jax", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
-    *("flax", "optax", "numpy", "scipy", "torch"),
+    *("libtpu", "flax", "optax", "numpy", "scipy", "torch"),
 )
-_PREFIXES = ("JAX_", "XLA_", "REMAT_JAX_", "CUDA_VISIBLE_DEVICES", "PYTORCH_")
+_PREFIXES = ("JAX_", "XLA_", "LIBTPU_", "REMAT_JAX_", "CUDA_VISIBLE_DEVICES", "PYTORCH_")
 _WITHOUT_TORCH = "parity, porting.propose and torch_ref need PyTorch, which is not installed: pip install 'remat-jax[torch]'"
 
 

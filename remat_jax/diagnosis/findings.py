@@ -79,7 +79,7 @@ class Diagnosis:
         if self.ok:
             several = "one checkpointed region" if self.regions == 1 else f"{self.regions} different checkpointed regions"
             regions = several if self.regions else "nothing is checkpointed"
-            more = "" if self.target else "\nName a GPU as the target to look for traps that only compiling shows."
+            more = "" if self.target else "\nName a GPU or TPU as the target to look for traps that only compiling shows."
             return f"{title}; {regions}.{remark}{more}"
         # Not a table: columns of text are too narrow for flags and names.
         texts = [

@@ -41,13 +41,13 @@ def measure(
     *,
     memory_limit: Any = None,
 ) -> MemoryReport:
-    """The memory of one training step of `workload` under `policy`, compiled for `target`; no GPU is needed.
+    """The memory of one training step of `workload` under `policy`, compiled for `target`, which need not be here.
 
     If the policy, or the policy of a `replan` in the loss, offloads residuals, a second step that saves them is compiled too.
     The receipt compares the two steps. For any other policy a warning says if it frees nothing: if a device has less than 1 GiB
     of arguments, the step without checkpoints (`off`) is compiled in parallel; for a larger step the warning says only that the
-    policy drops few residuals. Reports are cached as long as the workload object exists. Programs compiled for a GPU are also
-    cached on disk (`remat_jax.memory.compile.cache`).
+    policy drops few residuals. Reports are cached as long as the workload object exists. Programs compiled for a GPU or TPU are
+    also cached on disk (`remat_jax.memory.compile.cache`).
 
     A workload with a mesh needs a target with as many devices as the mesh (`"8x8xh200"`); the report's sizes are for one
     device. On the target `"attached"`, the GPU of this machine, the step also runs once, on random numbers:
@@ -155,7 +155,7 @@ def without_effect(report: MemoryReport, without: MemoryReport | None) -> str | 
         return None
     why = "the residuals that it drops are not in memory at the peak"
     if report.target == "cpu":
-        why = "XLA for CPUs merges the recomputation of unrolled blocks with the forward pass; ask for a GPU target"
+        why = "XLA for CPUs merges the recomputation of unrolled blocks with the forward pass; ask for a GPU or TPU target"
     elif dropped < _EFFECT * without.device_bytes:
         why = "parameters, optimizer's state and other arrays make up the peak"
     little = "nothing" if freed <= 0 else f"only {format_bytes(freed)}"
@@ -376,7 +376,7 @@ def _receipt(sizes: Sizes, baseline: Sizes | None, kept: ResidualTable | None, t
         stays = "; inputs that several blocks read stay on the device" if kept and kept.shared else ""
         warnings.append(f"the policy offloads nothing that the backward pass reads{stays}")
     if not backend_of(target).separate_host_memory:
-        warnings.append("a CPU has one memory: offloaded arrays stay in temp, and host_bytes is 0; ask for a GPU target")
+        warnings.append("a CPU has one memory: offloaded arrays stay in temp, and host_bytes is 0; ask for a GPU or TPU target")
     else:
         on_host = sizes.host_temp * target.devices
         if offered is not None and on_host < offered:

@@ -62,9 +62,9 @@ def plan(
     The planning problem consists of each block's residuals, their bytes, and the time to recompute them. Candidates are named
     policies, the solver's mixes of a few policies, the model as written, and others (`planning/generators`). Those that promise
     most are compiled. The compiled memory corrects the predicted memory, and the problem is solved again. The plan is the
-    fastest compiled step that fits; on a GPU target by the times of the compiled schedules, and it fits with Triton's and with
-    cuBLAS's matmuls, or a finding says by how much it does not. `docs/how/planner.md` states the exact guarantees. On a mesh,
-    all figures but `recompute_flops` are per device.
+    fastest compiled step that fits; on a GPU or TPU target by the times of the compiled schedules. On a GPU it fits with
+    Triton's and with cuBLAS's matmuls, or a finding says by how much it does not. `docs/how/planner.md` states the exact
+    guarantees. On a mesh, all figures but `recompute_flops` are per device.
 
     Args:
       workload: a workload of a loss, or of a finished step (`Workload.from_step`) that takes one gradient through its blocks.

@@ -38,7 +38,7 @@ class Plan(PlanData):
       predicted_bytes: the device bytes predicted before compilation.
       recompute_flops: the FLOPs that the blocks recompute (with groups of layers: the whole step), over all devices.
       seconds: the estimated time of a step; `base_seconds` is the estimate for a step that keeps everything.
-      timed: whether `seconds` come from the compiled schedule, as on a GPU target; otherwise they are the traced estimate.
+      timed: whether `seconds` come from the compiled schedule (GPU and TPU targets); otherwise they are the traced estimate.
       assumed_rates: the names of rates (`hardware.Rates`) that `seconds` depend on and that are assumed, not measured.
       frontier: the Pareto-optimal points of time and device memory, smallest memory first. Each is compiled or predicted.
       named: the memory and time of the named policies, each compiled or predicted.

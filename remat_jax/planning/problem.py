@@ -123,7 +123,8 @@ def describe(
     shares = residual_shares(workload, target, timeout=timeout) if workload.mesh is not None else None
     kinds, blocks, alone, written = [], [], 0.0, 0.0
     for number, same in enumerate(_equal_calls(workload)):
-        program = block_program(same[0], of_blocks, backend_of(target).stack_passes)
+        backend = backend_of(target)
+        program = block_program(same[0], of_blocks, backend.stack_passes, backend.fuses_into_matmuls)
         count = sum(len(call.layers()) for call in same)
         alone += count * (program.forward.seconds(of_blocks) + program.backward.seconds(of_blocks))
         written += count * program.written_seconds

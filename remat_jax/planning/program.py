@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 from remat_jax import compat
 from remat_jax.core import BlockUnderPolicy, is_smooth
 from remat_jax.core.decided import decide
-from remat_jax.core.matmuls import eqn_flops
+from remat_jax.core.matmuls import MATMULS, eqn_flops
 from remat_jax.core.walk import of_some
 from remat_jax.cost.cost import Cost, is_pass, is_view, jaxpr_cost, materialised, shares
 from remat_jax.cost.count import over_bodies
@@ -51,6 +51,7 @@ class BlockProgram:
       flat: the forward program from the block's inputs to the residuals.
       forward, backward: the cost of the forward and of the backward pass.
       stack_passes: how often a scan passes over the bytes of an array to stack it (`Backend.stack_passes`).
+      fuses_into_matmuls: whether passes fuse into the matmuls that read them (`Backend.fuses_into_matmuls`).
       inputs: a dict from residual name to input array, for the inputs that the selector `@inputs` matches.
       backward_program: the backward pass as a flat program whose inputs are the residuals and the cotangents.
       own: the residuals that checkpoints inside the block's loops recompute; the model's author wants them dropped.
@@ -67,6 +68,7 @@ class BlockProgram:
     backward_program: Flat
     own: frozenset[Array] = frozenset()
     dropped: frozenset[str] = frozenset()
+    fuses_into_matmuls: bool = False
     _prices: dict[Any, Price] = field(default_factory=dict, init=False)
     _names: dict[Any, tuple[frozenset[str], frozenset[str]]] = field(default_factory=dict, init=False)
 
@@ -117,6 +119,7 @@ class BlockProgram:
     def _in_memory(self) -> frozenset[Array]:
         """The arrays that are always written to memory, because equations that cannot fuse read or write them.
 
+        If passes fuse into matmuls, an array that only passes write and only matmuls read is not written.
         Equations of the forward and of the backward pass count: a backward matmul reads operands of a forward matmul.
         """
         kept = dict(zip(self.backward_program.inputs, self.flat.outputs, strict=False))
@@ -129,7 +132,11 @@ class BlockProgram:
 
         for eqn in filter(is_view, eqns):
             roots[eqn.outputs[0]] = root(eqn.inputs[0])
-        stored = {root(array) for eqn in eqns if not is_pass(eqn) for array in (*eqn.inputs, *eqn.outputs)}
+        stored = set[Array]()
+        for eqn in eqns:
+            if not is_pass(eqn):
+                read = () if self.fuses_into_matmuls and eqn.primitive in MATMULS else eqn.inputs
+                stored.update(map(root, (*read, *eqn.outputs)))
         return frozenset(array for array in (*self.arrays, *self.needed) if not stored.isdisjoint((array, root(array))))
 
     def kept_seconds(self, array: Array) -> float:
@@ -256,7 +263,7 @@ def _flops(eqn: JaxprEqn) -> int:
     return eqn_flops(eqn) + over_bodies(eqn, lambda body: sum(_flops(inner.eqn) for inner in flatten(body).eqns))
 
 
-def block_program(call: Call, rates: Rates, stack_passes: int) -> BlockProgram:
+def block_program(call: Call, rates: Rates, stack_passes: int, fuses_into_matmuls: bool = False) -> BlockProgram:
     """The program of the block that `call` calls.
 
     A block that depends on no trained parameter has no backward pass and no residuals.
@@ -282,7 +289,10 @@ def block_program(call: Call, rates: Rates, stack_passes: int) -> BlockProgram:
     }
     costs = _forward_cost(call), jaxpr_cost(backward)
     return BlockProgram(
-        call, rates, stack_passes, flat, *costs, inputs, flatten(compat.dce(backward)), inner_residuals, dropped
+        *(call, rates, stack_passes, flat, *costs, inputs, flatten(compat.dce(backward))),
+        own=inner_residuals,
+        dropped=dropped,
+        fuses_into_matmuls=fuses_into_matmuls,
     )
 
 

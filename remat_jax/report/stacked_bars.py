@@ -81,7 +81,7 @@ def module_memory_figure(memory: Mapping[str, Memory], title: str, modules: int 
     empty = [policy for policy, bytes_of in memory.items() if not sum(bytes_of.values())]
     if not memory or empty:
         raise ValueError(
-            f"memory: {f'no array is alive under {empty[0]!r}' if empty else 'no policy'}; measure for a GPU target"
+            f"memory: {f'no array is alive under {empty[0]!r}' if empty else 'no policy'}; measure for a GPU or TPU target"
         )
     hatched = {WORKING: "recomputed or backward"}
     return stacked_figure(grouped(memory, modules), "on the device at the peak", hatched=hatched, title=title)

@@ -46,6 +46,7 @@ class Backend(abc.ABC):
         there than as it was compiled here.
       same_everywhere: whether each machine gets the same sizes, so that they are cached on disk.
       stack_passes: how often a scan passes over the bytes of an array to stack it for the backward pass.
+      fuses_into_matmuls: whether elementwise operations fuse into the matmul that reads their result.
     """
 
     platform: ClassVar[str]
@@ -57,6 +58,7 @@ class Backend(abc.ABC):
     same_everywhere: ClassVar[bool] = True
     # Zeros fill the stack, the array is read, and it is written into the stack.
     stack_passes: ClassVar[int] = 3
+    fuses_into_matmuls: ClassVar[bool] = False
 
     @abc.abstractmethod
     def require(self, target: Target) -> None:
