@@ -37,8 +37,8 @@ class TrainingStep:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The arguments' names in reports: their roles, or `argument` and the name in the step's signature."""
-        return self.names or tuple(f"{ARGUMENT}{name}" for name in self.signature)
+        """The arguments' names in reports: their roles, or `argument` and the name in the step's signature, or the position."""
+        return self.names or tuple(f"{ARGUMENT}{name}" for name in self.signature or range(len(self.arguments)))
 
     @property
     def array_names(self) -> tuple[str, ...]:
