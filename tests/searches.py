@@ -67,6 +67,7 @@ class Searched:
     host: float = math.inf
     pace: Callable[[StepCandidate], float] | None = None
     arguments: float = 0.0
+    scanned: bool = False
     more: Callable[[StepCandidate], int | None] = lambda candidate: None
     asked: list[list[StepCandidate]] = field(default_factory=list)
     known: Known = field(init=False)
@@ -75,7 +76,7 @@ class Searched:
         fit = Fit(self.stack, self.budget, self.host, self.arguments)
         solved = Solved(fit, self.candidates, lambda choices: made(choices, self.stack), recut=cut)
         times = Times(fit, self.stack.base_seconds)
-        self.known = Known(fit, times, solved, tuple(self.candidates), cut, has_times=self.pace is not None)
+        self.known = Known(fit, times, solved, tuple(self.candidates), cut, self.scanned, has_times=self.pace is not None)
 
     def compile_them(self, candidates: Sequence[StepCandidate], best: Tried | None = None) -> list[Compiled]:
         self.asked.append(list(candidates))
@@ -155,4 +156,4 @@ def drawn(seed: int) -> Searched:
             None if share is None else round(share * (1 + 0.2 * wave) * size(candidate) * (1 if candidate.checkpoints else 4))
         )
 
-    return Searched(stack, budget, size, candidates, host, pace, 0.5 * fixed, more)
+    return Searched(stack, budget, size, candidates, host, pace, 0.5 * fixed, draw.random() < 0.5, more)

@@ -169,6 +169,20 @@ def test_layers_whose_gradients_are_allocated_late():
     assert max(slower) <= 1e-9 and cut >= 8
 
 
+def test_a_later_kind_may_use_what_earlier_kinds_allocate_late():
+    """All recomputed, the second kind runs backward while the first kind's gradients of 120 bytes are not there."""
+    residuals = ResidualCosts("x", 10.0), ResidualCosts("up", 30.0, 1.0, ("x",))
+    kinds = [
+        Block(name, residuals, 1.0, 1.0, working_bytes=working, repeats=repeats, late_bytes=20.0)
+        for name, working, repeats in (("first", 20.0, 6), ("second", 150.0, 5))
+    ]
+    solver = Solver(Stack(tuple(kinds), None, 220.0), most_policies=1)
+    for budget in (390.0, 420.0, 449.0):
+        assert verify(solver.stack, solver.plan(budget)).peak_bytes == 390.0
+    with pytest.raises(InfeasibleBudget):
+        solver.plan(389.0)
+
+
 def test_a_tight_host_budget_is_infeasible_only_where_no_plan_fits():
     """The cheapest mixes of each kind offload more than the host budget; mixes that offload less fit."""
     plans = 0

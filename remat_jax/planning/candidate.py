@@ -31,7 +31,7 @@ _ROUNDING = 1 + 1e-9
 
 @dataclass(frozen=True)
 class Load:
-    """The bytes that one block saves, recomputes and offloads. `cut`: its scan is cut before it (`StepCandidate.cuts`)."""
+    """The bytes that one block saves, recomputes and offloads. `cut`: if scanned, another scan begins with it."""
 
     saved: int
     recomputed: int

@@ -119,6 +119,7 @@ def most_promising(known: Known, candidates: Iterable[StepCandidate]) -> list[St
     scores = [(chance * known.gain(step, best), chance, step) for chance, step in worth if chance]
     if not scores:
         return []
+    least = _LEAST_SCORE * known.worth
     # Of two that promise the same, a step without checkpoints has fewer ways to disappoint.
     _, fits, first = max(scores, key=lambda scored: (round(scored[0] / known.worth, 1), not scored[2].checkpoints))
     others = [
@@ -128,7 +129,11 @@ def most_promising(known: Known, candidates: Iterable[StepCandidate]) -> list[St
         if step is not first
     ]
     score, second = max(others, key=lambda scored: scored[0], default=(0.0, first))
-    return [first, second][: SIDE_BY_SIDE if score >= _LEAST_SCORE * known.worth else 1]
+    if known.scanned and not known.fit.compiled and known.fit.is_cut(first):
+        # What cutting a scan costs or saves is known once one of the first two steps is not cut.
+        uncut = (scored for scored in others if scored[0] >= least and not known.fit.is_cut(scored[1]))
+        score, second = max(uncut, key=lambda scored: scored[0], default=(score, second))
+    return [first, second][: SIDE_BY_SIDE if score >= least else 1]
 
 
 _LEAST_SCORE = 0.1

@@ -144,7 +144,11 @@ def describe(
     trained = compat.tree_bytes(workload.parameters)
     share = compat.tree_bytes(_local_parameters(workload, step)) / trained if trained else 1.0
     stack = solver.Stack(
-        tuple(replace(block, late_bytes=share * block.late_bytes) for block in blocks),
+        # Inside a `shard_map` an array is one device's part already.
+        tuple(
+            replace(block, late_bytes=min(1.0, share * kind.program.call.parts) * block.late_bytes)
+            for block, kind in zip(blocks, kinds, strict=True)
+        ),
         link,
         _fixed_bytes(workload, step, kinds, shares, target),
     )

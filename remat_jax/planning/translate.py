@@ -40,7 +40,12 @@ def own_candidate(described: Described, choices: Choices) -> StepCandidate:
         loads += [known[layer][0] for layer in chosen]
         kept += [known[layer][1] for layer in chosen]
     seconds += _joining_seconds(described, kept, ())
-    return StepCandidate(tuple(kept), loads=tuple(loads), seconds=seconds, choices=choices)
+    return StepCandidate(tuple(kept), loads=_with_cuts(loads, kept, ()), seconds=seconds, choices=choices)
+
+
+def _with_cuts(loads: Sequence[Load], kept: Sequence[KeptArrays], cuts: Cuts) -> tuple[Load, ...]:
+    """The loads, with a cut before each layer that keeps other arrays than the layer before it, and at `cuts`."""
+    return tuple(replace(load, cut=at in cuts or (at > 0 and kept[at] != kept[at - 1])) for at, load in enumerate(loads))
 
 
 def _joining_seconds(described: Described, kept: Sequence[KeptArrays], cuts: Cuts) -> float:
@@ -48,7 +53,8 @@ def _joining_seconds(described: Described, kept: Sequence[KeptArrays], cuts: Cut
     blocks = singles(described.stack)
     counts = Counter(blocks[start].name for start, _ in scans(blocks, kept, cuts))
     cut = (block for block in described.stack.blocks if block.late_bytes and counts[block.name] > 1)
-    return 2 * sum(block.repeats * block.late_bytes for block in cut) / described.rates.hbm_bytes_per_s
+    joined = 2 * sum(block.repeats * block.late_bytes for block in cut)
+    return described.micro_batches * joined / described.rates.hbm_bytes_per_s
 
 
 def _load(policy: BlockPolicy) -> Load:
@@ -66,7 +72,7 @@ def recut(described: Described, candidate: StepCandidate, cuts: Cuts) -> StepCan
             inside = (at for at in cuts if first < at < first + block.repeats)
             kept += [at for at in inside if candidate.kept[at - 1] == candidate.kept[at]]
         first += block.repeats
-    loads = tuple(replace(load, cut=at in kept) for at, load in enumerate(candidate.loads))
+    loads = _with_cuts(candidate.loads, candidate.kept, tuple(kept))
     joining = [_joining_seconds(described, candidate.kept, cuts) for cuts in (candidate.cuts, tuple(kept))]
     return replace(candidate, cuts=tuple(kept), loads=loads, seconds=candidate.seconds + joining[1] - joining[0])
 

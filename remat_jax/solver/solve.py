@@ -130,7 +130,7 @@ class _Kind:
         self.block, self.layers, self._most = block, block.repeats, min(most, block.repeats)
         self._cuts = cuts_help(block, most)
         self._prices = list(dict.fromkeys(of_runs[run] for of_runs in prices for run in runs))
-        self.host_price = self._prices[-1].host
+        self.host_price = prices[0][runs[-1]].host
         self.table, self._last = hull.table(runs[0]), hull.table(runs[-1])
         codes = np.unique(np.concatenate([hull.policies(runs[0]), hull.policies(runs[-1])]), axis=0)
         self.runs: Runs = ()
@@ -206,7 +206,10 @@ class _Kind:
 def _share(kinds: Sequence[_Kind], budget: float, whole: Room) -> bool:
     """Set each kind's mix by the dynamic program; returns False if it finds no combination within the budgets."""
     room = budget - whole.before
-    mixes = [kind.mixes(replace(whole, budget=budget)) for kind in kinds]
+    # The late bytes of earlier kinds are free while a kind runs backward.
+    late = itertools.accumulate((kind.layers * kind.block.late_bytes for kind in kinds), initial=0.0)
+    rooms = [replace(whole, budget=budget, before=whole.before - free) for free in late]
+    mixes = [kind.mixes(room_of) for kind, room_of in zip(kinds, rooms, strict=False)]
     # The price of host memory is the relaxation's dual value of the host budget. It is 0 unless this budget is scarce, because
     # host bytes cost nothing: only exposed copies take time.
     chosen = shared(mixes, room, whole.host, kinds[-1].host_price) if room > 0 else None

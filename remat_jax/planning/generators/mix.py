@@ -30,8 +30,8 @@ def _proposals(known: Known) -> Iterator[StepCandidate]:
         for times in _SAFER[1:] if error else ():
             if (safer := _uncompiled(known, stack, fit.budget - times * error)) is not None:
                 yield safer
-    if known.scanned and fit.compiled:
-        # The memory that cutting a scan costs is not predicted, so a mix with one policy per kind is most likely to fit.
+    if known.scanned:
+        # What cutting a scan costs is predicted less surely, so a mix with one policy per kind is most likely to fit.
         uncut = _uncompiled(known, fit.around(fit.budget, uncut=True), fit.budget, most_policies=1)
         if uncut is not None:
             yield uncut
