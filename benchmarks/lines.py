@@ -1,4 +1,4 @@
-"""`python -m benchmarks.lines`: how many lines of each part of remat_jax are code, imports, docstrings, comments or blank."""
+"""`python -m benchmarks.lines`: how many lines of remat_jax and its tests are code, imports, docstrings, comments or blank."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ def main() -> None:
     for path in sorted(package.rglob("*.py")):
         name = "modules of the root" if path.parent == package else path.relative_to(package).parts[0]
         parts.setdefault(name, []).append(path)
-    rows, total = [], Counter[str]()
+    parts["all of remat_jax"] = sorted(package.rglob("*.py"))
+    for name in ("torch_ref", "tests", "parity_tests"):
+        parts[name] = sorted((ROOT / name).rglob("*.py"))
+    rows = []
     for name, paths in parts.items():
         counted = sum((kinds_of_lines(path.read_text(encoding="utf-8")) for path in paths), Counter[str]())
-        total += counted
         rows.append((name, str(len(paths)), f"{counted.total():,}", *(f"{counted[kind]:,}" for kind in KINDS)))
-    rows.append(("all", str(sum(map(len, parts.values()))), f"{total.total():,}", *(f"{total[kind]:,}" for kind in KINDS)))
     print(markdown(["part", "files", "lines", *KINDS], rows))
 
 
