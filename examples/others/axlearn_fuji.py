@@ -11,8 +11,8 @@ stores the scores: flash attention is an option of axlearn. Printed by commit 34
     as written: 99.8 GiB, 2089 ms
     full: 66.4 GiB, 2235 ms
     dots_with_no_batch_dims: 125.4 GiB, 2825 ms
-    plan within 52%: 71.6 GiB, estimated 2159 ms, TransformerLayer in runs of 22, 8 and 2
-      found in 40 s, the first answer that fits after 7 s
+    plan within 52%: 72.9 GiB, estimated 2152 ms, TransformerLayer in runs of 21, 9 and 2
+      found in 41 s, the first answer that fits after 10 s
       best named policy that fits: full, 66.4 GiB, estimated 2235 ms
       as written: 99.8 GiB, estimated 2089 ms
     a step of a small one as written: loss 5.541679, parameters changed by 0.067164

@@ -11,8 +11,8 @@ that checkpoint's place. Printed by commit 0127fb6 (19 May 2025) with JAX 0.10.2
     as written: 22.9 GiB, 890 ms
     full: 22.9 GiB, 890 ms
     dots_with_no_batch_dims: 80.7 GiB, 858 ms
-    plan within 50%: 69.1 GiB, estimated 852 ms, Encoder1DBlock in runs of 17 and 10
-      found in 47 s, the first answer that fits after 32 s
+    plan within 50%: 68.1 GiB, estimated 853 ms, Encoder1DBlock in runs of 15, 10 and 2
+      found in 36 s, the first answer that fits after 14 s
       best named policy that fits: full, 22.9 GiB, estimated 890 ms
       as written: 22.9 GiB, estimated 890 ms
     a step of a small one as written: loss 3.614692, parameters changed by 0.297223

@@ -12,9 +12,9 @@ given here takes that checkpoint's place. Printed by commit 9263f81 (26 Septembe
     as written: 54.4 GiB, 766 ms
     full: 54.4 GiB, 766 ms
     dots_with_no_batch_dims: 72.9 GiB, 672 ms
-    plan within 46%: 63.5 GiB, estimated 675 ms, LlamaDecoderLayer in runs of 25, 6 and 1
-      found in 33 s, the first answer that fits after 10 s
-      best named policy that fits: as written, 54.4 GiB, estimated 766 ms
+    plan within 46%: 63.9 GiB, estimated 640 ms, LlamaDecoderLayer in runs of 17, 10 and 5
+      found in 43 s, the first answer that fits after 10 s
+      best named policy that fits: full, 54.4 GiB, estimated 766 ms
       as written: 54.4 GiB, estimated 766 ms
     a step of a small one as written: loss 5.543223, parameters changed by 0.030646
     a step of a small one under full: loss 5.543223, parameters changed by 0.030646
