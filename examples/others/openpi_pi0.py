@@ -11,10 +11,13 @@ takes the place of these checkpoints. Printed by commit 15a9616 (16 June 2026) w
     as written: 55.0 GiB, 910 ms
     full: 55.0 GiB, 910 ms
     dots_with_no_batch_dims: 98.0 GiB, 831 ms
-    plan within 50%: 61.0 GiB, estimated 875 ms, Encoder1DBlock in runs of 52 and 29, Block in runs of 12 and 6
-      found in 265 s, the first answer that fits after 57 s
+    plan within 50%: 69.5 GiB, estimated 853 ms, Encoder1DBlock in runs of 74, 6 and 1, Block in runs of 13, 4 and 1
+      found in 260 s, the first answer that fits after 65 s
       best named policy that fits: full, 55.0 GiB, estimated 910 ms
       as written: 55.0 GiB, estimated 910 ms
+    a step of a small one as written: loss 1.083287, parameters changed by 0.059942
+    a step of a small one under full: loss 1.083287, parameters changed by 0.059942
+    a step of a small one under its plan, Encoder1DBlock in one run of 6, Block in one run of 4: loss 1.083276, parameters changed by 0.059944
 
 Other work kept the two cores busy.
 """
