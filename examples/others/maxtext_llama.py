@@ -11,8 +11,8 @@ Printed by commit e591f30 (22 August 2026) with JAX 0.10.2 on two busy cores, Ma
     as written: 83.0 GiB, 1183 ms
     full: 83.0 GiB, 1183 ms
     dots_with_no_batch_dims: 103.0 GiB, 1082 ms
-    plan within 65%: 88.8 GiB, estimated 1117 ms, LlamaDecoderLayer in runs of 22, 9 and 1
-      found in 58 s, the first answer that fits after 14 s
+    plan within 65%: 91.2 GiB, estimated 1087 ms, LlamaDecoderLayer in runs of 15, 11 and 6
+      found in 31 s, the first answer that fits after 8 s
       best named policy that fits: full, 83.0 GiB, estimated 1183 ms
       as written: 83.0 GiB, estimated 1183 ms
     a step of a small one as written: loss 5.541267, parameters changed by 0.025215

@@ -17,7 +17,8 @@ takes the place of these checkpoints. Printed by commit 15a9616 (16 June 2026) w
       as written: 55.0 GiB, estimated 910 ms
     a step of a small one as written: loss 1.083287, parameters changed by 0.059942
     a step of a small one under full: loss 1.083287, parameters changed by 0.059942
-    a step of a small one under its plan, Encoder1DBlock in one run of 6, Block in one run of 4: loss 1.083276, parameters changed by 0.059944
+    a step of a small one under its plan, Encoder1DBlock in one run of 6, Block in one run of 4: loss 1.083276, parameters
+    changed by 0.059944
 
 Other work kept the two cores busy.
 """
