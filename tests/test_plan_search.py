@@ -103,10 +103,10 @@ def test_of_the_first_two_steps_one_does_not_cut_its_scan():
     def size(step):
         return predicted(truth, step.loads) + 400 * (sum(load.cut for load in step.loads) + len(set(step.kept)) - 1)
 
-    searched = Searched(stack, 7000, size, named(stack), pace=lambda step: 1.0, scanned=True)
+    searched = Searched(stack, 5750, size, named(stack), pace=lambda step: 1.0, scanned=True)
     searched.run()
     cuts = [[searched.known.fit.is_cut(step) for step in steps] for steps in searched.asked]
-    assert sorted(cuts[0]) == [False, True] and searched.known.best.candidate == named(stack)[2]
+    assert cuts[0] == [True, False]
 
 
 def test_a_variant_is_predicted_from_the_step_that_it_varies():
