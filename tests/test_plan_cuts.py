@@ -16,7 +16,7 @@ from remat_jax.cost.cost import is_pass
 from remat_jax.memory.measure import measure_many
 from remat_jax.planning.fit_memory import predicted
 from remat_jax.planning.outcome import parts_of
-from remat_jax.planning.problem import describe
+from remat_jax.planning.problem import describe, extra_seconds
 from remat_jax.planning.translate import named_candidate, own_candidate, policies_of, recut
 from remat_jax.policy import Policy
 from tests import plan_models
@@ -103,6 +103,10 @@ def test_cuts_are_of_scans_and_between_layers_that_do_the_same():
     whole, (block,) = own_candidate(described[True], full[True]), described[True].stack.blocks
     joining = 2 * block.repeats * block.late_bytes / described[True].rates.hbm_bytes_per_s
     assert recut(described[True], whole, (2,)).seconds - whole.seconds == pytest.approx(joining)
+    assert candidate.seconds - extra_seconds(described[True], policies_of(described[True], candidate)) == pytest.approx(joining)
+    parts = describe(plan_models.job(scanned=True).in_micro_batches(4), "h200")
+    whole = own_candidate(parts, full[True])
+    assert recut(parts, whole, (2,)).seconds - whole.seconds == pytest.approx(4 * joining)
     parts = parts_of(described[True], described[True].stack, cut)
     assert [(part.first, part.layers) for part in parts] == [(run.start, len(run)) for run, _ in policies.ranges]
 

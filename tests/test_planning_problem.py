@@ -220,6 +220,7 @@ def test_several_calls_in_a_round_take_turns():
 
     job = workload(Turns(), (Layer, Attending))
     described = describe(job, "h200")
+    assert {block.late_bytes for block in described.stack.blocks} == {0.0}, "a scan cannot be cut for one of several calls"
     assert [(kind.block, kind.layers) for kind in described.kinds] == [
         (Layer, range(0, 10, 2)),
         (Attending, range(5)),

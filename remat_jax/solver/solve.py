@@ -152,8 +152,8 @@ class _Kind:
             least += [int(fewest[0]), *(int(at) for at in lean if self.measures[at, HOST] <= self.measures[fewest[0], HOST])][
                 :3
             ]
-        chosen = list(dict.fromkeys([*order, *least, int(self.measures[:, NEED].argmin())]))
         least = list(dict.fromkeys([*least, int(self.measures[:, NEED].argmin())]))
+        chosen = list(dict.fromkeys([*order, *least]))
         return first_mixes(
             self.block, self.measures, self.ends, chosen, least, self._most, room, self.host_price, cuts=self._cuts
         )
