@@ -153,7 +153,8 @@ def every_mix(stack, most):
 def test_layers_whose_gradients_are_allocated_late():
     """Scans are cut where that saves memory; the plan is as fast as the fastest of all mixes, and no mix is below the bound."""
     cut, slower = 0, []
-    for case in range(40):
+    # The fastest mixes of the last two cases have scans of equal length.
+    for case in (*range(40), 343, 385):
         draw = random.Random(case)
         late = draw.choice([3.0, 15.0, 40.0])
         block = random_block(draw, 2, repeats=draw.randint(2, 6), late_bytes=late)

@@ -1,11 +1,11 @@
 """Mixes of policies: the best mix for equal layers, and one mix for each of several kinds of blocks.
 
-A mix has at most three runs of consecutive layers, with one policy each; runs of scans have different lengths (`_alike`). At
-each layer, the bytes saved by earlier layers, without their late bytes (`Block.late_bytes`), plus the bytes that the layer
-needs must fit the budget. A run needs most memory at its last layer: what its layers save is kept until all of them have run
-backward. So each run gives one constraint. `best_mix` fixes three policies in order and the number of layers under the third.
-Then the time and the constraints are linear in the number of layers under the second, so an end of the feasible interval is
-optimal. All triples of policies are evaluated at once as arrays.
+A mix has at most three runs of consecutive layers, with one policy each. At each layer, the bytes saved by earlier layers,
+without their late bytes (`Block.late_bytes`), plus the bytes that the layer needs must fit the budget. A run needs most memory
+at its last layer: what its layers save is kept until all of them have run backward. So each run gives one constraint.
+`best_mix` fixes three policies in order and the number of layers under the third. Then the time and the constraints are linear
+in the number of layers under the second, so an end of the feasible interval is optimal, except where two scans of equal length
+need more (`_measured`). All triples of policies are evaluated at once as arrays.
 
 `shared` divides the memory among several kinds: a multiple-choice knapsack, solved approximately by a dynamic program. Each
 kind uses one of its `first_mixes`. A mix fits if the bytes that it needs plus those saved by earlier kinds are within the
@@ -99,20 +99,16 @@ def joined(block: Block, measures: Array, room: Room, runs: Runs) -> Runs:
     for at in range(len(runs) - 1, 0, -1):
         if runs[at - 1][0] == runs[at][0]:
             fewer = (*runs[: at - 1], (runs[at][0], runs[at - 1][1] + runs[at][1]), *runs[at + 1 :])
-            fits = totals(block, measures, fewer)[1] <= (room.budget - room.before) * (1 + ROUNDING)
-            if not block.late_bytes or (fits and not _alike(*(np.array(count) for _, count in fewer), np.array(0))):
+            if totals(block, measures, fewer)[1] <= (room.budget - room.before) * (1 + ROUNDING):
                 runs = fewer
     return runs
 
 
 def totals(block: Block, measures: Array, runs: Runs) -> tuple[float, float, float]:
     """Of a mix: the bytes saved without the late bytes, the peak above the memory in use before, and the bytes on the host."""
-    saved = most = host = 0.0
-    for policy, count in runs:
-        each = measures[policy]
-        most = max(most, saved + (count - 1) * each[SAVED] + each[NEED])
-        saved, host = saved + count * (each[SAVED] - block.late_bytes), host + count * each[HOST]
-    return saved, most, host
+    policies, counts = zip(*runs, strict=True)
+    columns = _measured(block, [measures[policy] for policy in policies], [np.array(count) for count in counts])
+    return float(columns[SAVED]), float(columns[NEED]), float(columns[HOST])
 
 
 def orders(policies: Sequence[int], most: int) -> Array:
@@ -136,20 +132,20 @@ def _fastest(block: Block, measures: Array, triples: Array, room: Room, last: Ar
     """Extra seconds and the three runs of the fastest mix; ``last`` has the layer counts to try for the third policy."""
     layers, late = block.repeats, block.late_bytes
     budget, host = room.budget * (1 + ROUNDING), room.host * (1 + ROUNDING)
-    first, second, third = (measures[triples[:, place]][:, :, None] for place in range(3))
+    first, second, third = (measures.T[:, triples[:, place], None] for place in range(3))
     in_first_two = layers - last[None, :]
     # With n layers under the second policy and in_first_two − n under the first, each constraint is constant + n · slope ≤ 0.
-    slope = second[:, SAVED] - first[:, SAVED]
-    kept = room.before + in_first_two * (first[:, SAVED] - late)
-    saved = kept + last * (third[:, SAVED] - late)
+    slope = second[SAVED] - first[SAVED]
+    kept = room.before + in_first_two * (first[SAVED] - late)
+    saved = kept + last * (third[SAVED] - late)
     constraints = [
-        (room.before + (in_first_two - 1) * first[:, SAVED] + first[:, NEED] - budget, -first[:, SAVED]),
-        (kept + second[:, NEED] - second[:, SAVED] - budget, slope + late),
-        (kept + (last - 1) * third[:, SAVED] + third[:, NEED] - budget, slope),
+        (room.before + (in_first_two - 1) * first[SAVED] + first[NEED] - budget, -first[SAVED]),
+        (kept + second[NEED] - second[SAVED] - budget, slope + late),
+        (kept + (last - 1) * third[SAVED] + third[NEED] - budget, slope),
         (saved + room.behind - budget, slope),
     ]
     if np.isfinite(room.host):
-        constraints.append((in_first_two * first[:, HOST] + last * third[:, HOST] - host, second[:, HOST] - first[:, HOST]))
+        constraints.append((in_first_two * first[HOST] + last * third[HOST] - host, second[HOST] - first[HOST]))
     least, most = np.zeros(saved.shape), np.broadcast_to(in_first_two, saved.shape).astype(float)
     if late and not cuts:
         # Neighbouring runs of one policy would be one scan: allow only one of them.
@@ -164,15 +160,19 @@ def _fastest(block: Block, measures: Array, triples: Array, room: Room, last: Ar
         most = np.where(slopes > 0, np.minimum(most, np.floor(limit * (1 + ROUNDING) + 1e-9)), most)
         least = np.where(slopes < 0, np.maximum(least, np.ceil(limit * (1 - ROUNDING) - 1e-9)), least)
         most = np.where((slopes == 0) & (constant > 0), -1.0, most)
-    gain = second[:, EXTRA] - first[:, EXTRA]
+    gain = second[EXTRA] - first[EXTRA]
     count = np.where(gain < 0, most, least)
-    for _ in range(3 if late else 0):
-        # Scans of equal lengths allocate their gradients together (`policies.not_yet_allocated`): try the next count.
-        count = count + np.where(_alike(in_first_two - count, count, last[None, :]), np.where(gain < 0, -1, 1), 0)
-    if late:
-        least = np.where(_alike(in_first_two - count, count, last[None, :]) | (count < least) | (count > most), np.inf, least)
-    seconds = (in_first_two - count) * first[:, EXTRA] + count * second[:, EXTRA] + last * third[:, EXTRA]
-    seconds = np.where((least <= most) & (in_first_two >= 0), seconds, np.inf)
+    fits = (least <= most) & (in_first_two >= 0)
+    for last_try in (False, False, False, True) if late else ():
+        # Only scans of equal length need more than the constraints say, and there are at most three such counts.
+        runs = in_first_two - count, count, np.broadcast_to(last, count.shape)
+        over = fits & (room.before + _measured(block, (first, second, third), runs)[NEED] > budget)
+        if last_try or not over.any():
+            fits = fits & ~over
+            break
+        count = count + np.where(over, np.where(gain < 0, -1, 1), 0)
+    fits = fits & (least <= count) & (count <= most)
+    seconds = np.where(fits, (in_first_two - count) * first[EXTRA] + count * second[EXTRA] + last * third[EXTRA], np.inf)
     row, place = np.unravel_index(int(seconds.argmin()), seconds.shape)
     if not np.isfinite(seconds[row, place]):
         return None
@@ -181,10 +181,25 @@ def _fastest(block: Block, measures: Array, triples: Array, room: Room, last: Ar
     return float(seconds[row, place]), tuple(zip(map(int, triples[row]), counts, strict=True))
 
 
-def _alike(*lengths: Array) -> Array:
-    """Whether two of the lengths are equal, and more than 1."""
-    pairs = itertools.combinations(lengths, 2)
-    return functools.reduce(np.logical_or, ((one == other) & (one > 1) for one, other in pairs))
+def _measured(block: Block, policies: Sequence[Array], counts: Sequence[Array]) -> Array:
+    """Of runs of layers in forward order, the sums that `first_mixes` describes: bytes saved without the late bytes, the peak
+    above the memory in use before, bytes on the host, extra seconds.
+
+    The late bytes of a run are free while a later run runs backward, unless that run, or one behind it, is a scan of the same
+    length (`policies.not_yet_allocated`).
+
+    Args:
+        policies: the columns of `BlockTable.measures` for each run, shape (4, …).
+        counts: the number of layers of each run.
+    """
+    peak, runs = np.zeros(()), list(zip(policies, counts, strict=True))
+    for at, (policy, count) in enumerate(runs):
+        begun = [functools.reduce(np.logical_or, (own == later for later in counts[at:])) & (own > 1) for own in counts[:at]]
+        free = block.late_bytes * sum(np.where(is_begun, 0, own) for is_begun, own in zip(begun, counts, strict=False))
+        kept = sum(own * each[SAVED] for each, own in runs[:at]) - free
+        peak = np.maximum(peak, np.where(count > 0, kept + (count - 1) * policy[SAVED] + policy[NEED], 0.0))
+    saved, _, host, extra = sum(count * policy for policy, count in runs)
+    return np.stack(np.broadcast_arrays(saved - sum(counts) * block.late_bytes, peak, host, extra))
 
 
 def first_mixes(
@@ -226,9 +241,8 @@ def first_mixes(
         pairs = [(one, other - one, layers - other) for one, other in itertools.combinations(places, 2)]
         triples = [triple for triple in itertools.product(lean, repeat=3) if ends[triple[2]]]
         mixed = np.concatenate([mixed, *(np.array([(*triple, *pair) for pair in pairs]) for triple in triples)])
-    if block.late_bytes:
-        mixed = mixed[~_alike(*mixed[:, 3:].T)]
-    mixes = np.column_stack([_measured(block, measures, mixed), mixed])
+    columns = _measured(block, [measures[run].T for run in mixed[:, :3].astype(int).T], mixed[:, 3:].T)
+    mixes = np.column_stack([columns.T, mixed])
     fits = (mixes[:, NEED] <= (room.budget - room.before) * (1 + ROUNDING)) & (mixes[:, HOST] <= room.host * (1 + ROUNDING))
     mixes = mixes[fits]
     if not len(mixes):
@@ -239,19 +253,6 @@ def first_mixes(
     order = np.lexsort((mixes[:, SAVED], mixes[:, EXTRA] + host_price * mixes[:, HOST]))
     _, cheapest = np.unique(bins[order], return_index=True)
     return mixes[order[cheapest]]
-
-
-def _measured(block: Block, measures: Array, mixed: Array) -> Array:
-    """The first four columns of `first_mixes`, from the policies and the lengths of the runs."""
-    columns = np.zeros((len(mixed), 4))
-    for policies, counts in zip(mixed[:, :3].astype(int).T, mixed[:, 3:].T, strict=True):
-        each = measures[policies]
-        peak = columns[:, SAVED] + (counts - 1) * each[:, SAVED] + each[:, NEED]
-        columns[:, NEED] = np.maximum(columns[:, NEED], np.where(counts > 0, peak, 0.0))
-        columns[:, SAVED] += counts * (each[:, SAVED] - block.late_bytes)
-        for column in (HOST, EXTRA):
-            columns[:, column] += counts * each[:, column]
-    return columns
 
 
 def runs_of(mix: Array) -> Runs:
