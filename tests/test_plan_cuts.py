@@ -14,11 +14,13 @@ import remat_jax as rj
 from benchmarks.cuts import few_rows
 from remat_jax.cost.cost import is_pass
 from remat_jax.memory.measure import measure_many
+from remat_jax.planning.candidate import block_policies, choices_together
 from remat_jax.planning.fit_memory import predicted
 from remat_jax.planning.outcome import parts_of
 from remat_jax.planning.problem import describe, extra_seconds
 from remat_jax.planning.translate import named_candidate, own_candidate, policies_of, recut
 from remat_jax.policy import Policy
+from remat_jax.solver import Block, Choice, ResidualCosts, Stack, stack_plan
 from tests import plan_models
 from tests.plan_by_hand import PlannedLayer, part
 from tests.plan_by_hand import plan as planned
@@ -109,6 +111,15 @@ def test_cuts_are_of_scans_and_between_layers_that_do_the_same():
     assert recut(parts, whole, (2,)).seconds - whole.seconds == pytest.approx(4 * joining)
     parts = parts_of(described[True], described[True].stack, cut)
     assert [(part.first, part.layers) for part in parts] == [(run.start, len(run)) for run, _ in policies.ranges]
+
+
+def test_the_layers_of_a_plan_with_cuts_keep_their_order():
+    """Its cuts say between which layers. Without cuts, the layers that save least come first."""
+    block = Block("layer", (ResidualCosts("x", 8.0, 1.0),), 1.0, 2.0, repeats=4, late_bytes=1.0)
+    stack, choices = Stack((block,)), [(Choice.SAVE,), *[(Choice.RECOMPUTE,)] * 3]
+    for cuts, expected in (((), choices[::-1]), ((2,), choices)):
+        plan = stack_plan(stack, block_policies(stack, tuple(choices)), cuts=cuts)
+        assert choices_together(stack, plan) == tuple(expected)
 
 
 def test_the_likeness_of_named_policies():

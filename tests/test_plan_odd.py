@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from unittest.mock import Mock
 
 import flax.linen as nn
@@ -227,12 +228,22 @@ def test_blocks_in_a_shard_map_are_those_of_one_device(check):
     ]
 
 
-def test_blocks_that_exchange_in_a_shard_map_are_planned():
+def exchanging(case):
+    """A job on eight devices whose blocks exchange in a `shard_map`."""
     mesh = AbstractMesh((2, 2, 2), shard_map_models.AXES, axis_types=(AxisType.Auto,) * 3)
-    params, block, _, loss = shard_map_models.losses("linen", mesh)
+    params, block, _, loss = shard_map_models.losses(case, mesh)
     x = jax.ShapeDtypeStruct((shard_map_models.BATCH, shard_map_models.LENGTH, shard_map_models.WIDTH), jnp.float32)
     shardings = (jax.tree.map_with_path(shard_map_models.spec, params), P("fsdp", "sequence"))
-    job = rj.Workload(loss, params, (x,), block, mesh=mesh, shardings=shardings)
+    return rj.Workload(loss, params, (x,), block, mesh=mesh, shardings=shardings)
+
+
+def test_the_gradients_of_a_scan_in_a_shard_map_are_one_devices_part():
+    (block,) = describe(exchanging("scanned"), "8xh200").stack.blocks
+    assert block.late_bytes == sum(4 * math.prod(shard_map_models.local(name, True)) for name in shard_map_models.SHAPES)
+
+
+def test_blocks_that_exchange_in_a_shard_map_are_planned():
+    job = exchanging("linen")
     kept = {row.name: row.bytes for row in rj.residuals(job, "everything")}
     described = describe(job, "8xh200")
     assert sum(len(kind.layers) for kind in described.kinds) == shard_map_models.LAYERS
