@@ -38,7 +38,8 @@ from remat_jax.report import format_bytes
 CHIPS = ("v5e", "v6e", "v5p", "v4", "tpu7x")
 LEAST, MOST = "full", "dots_with_no_batch_dims"
 SHARES = {"middle": 0.5, "low": 0.2, "high": 0.8}
-"""Where the budgets are between the bytes of `LEAST` and `MOST`; a run that is stopped has the first for all models."""
+"""Where the budgets are between the bytes of `LEAST` and `MOST`; a run that is stopped has the first for all chips and
+models."""
 SLOWER = 0.005
 """A plan may be this much slower than another step that fits."""
 
@@ -92,7 +93,7 @@ def planned(
     """A row for each chip, model and budget, except the rows in `known`."""
     done = {(row["chip"], row["model"], row["share"]) for row in known}
     workloads = {model: MODELS[model]() for model in models}
-    for chip, share, model in itertools.product(chips, SHARES, models):
+    for share, chip, model in itertools.product(SHARES, chips, models):
         if (chip, model, share) in done:
             continue
         workload = workloads[model]

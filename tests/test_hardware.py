@@ -85,7 +85,6 @@ def test_what_the_compiler_is_told_agrees_with_the_table(name: str) -> None:
 
 
 def test_names_are_found_in_any_case() -> None:
-    assert targets() == ("cpu", "h200", "h100", "h100-pcie", "a100", "a100-40", "l40s", "l4", "rtx4090", "b200", "gb200", *TPUS)
     assert target("H200") is target(" h200") is target("h200-sxm") is target("h200")
 
 
@@ -191,7 +190,7 @@ WRONG_ENTRY = [
     ('description = "a toy"', "", "missing keys ['description']"),
     ('memory_bytes = "made up"', "", "without a source: ['memory_bytes']"),
     ("memory_bytes = 8", "", "a source without a figure: ['memory_bytes']"),
-    ('kind = "gpu"', 'kind = "npu"', 'kind=\'npu\'; write "cpu", "gpu" or "tpu"'),
+    ('kind = "gpu"', 'kind = "npu"', "kind='npu'; expected one of cpu, gpu, tpu"),
     ('kind = "gpu"', 'kind = "tpu"', "a TPU needs the table [toy.compiler]"),
     ("[toy]", "[TOY]\n[toy]", "names are in lower case"),
     ("memory_bytes = 8", "memory_bytes = 8\npeak_flops = 7", "target table [toy.peak_flops]: 7 is not a table"),

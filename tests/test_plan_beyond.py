@@ -22,6 +22,8 @@ from remat_jax.memory.compile.options import Kernels
 from remat_jax.planning import loop, make_plan
 from remat_jax.planning.beyond import estimated, with_changes
 from remat_jax.planning.changes import CHANGES
+from remat_jax.planning.changes.change import Change
+from remat_jax.planning.changes.head_in_chunks import HeadInChunks
 from remat_jax.planning.model import Model
 from remat_jax.planning.problem import describe, describe_outside
 from tests import plan_models
@@ -135,9 +137,39 @@ def test_its_step_keeps_the_optimizers_state_in_host_memory():
     step = plan.train_step(loss, optax.adam(1e-3))
     state = step.init(params)
     assert jax.typeof(state[0].mu["params"]["Dense_0"]["kernel"]).memory_space == jax.memory.Space.Host
-    with pytest.raises(ArgumentError, match="keeps the optimizer's state in host memory"):
+    with pytest.raises(ArgumentError, match=r"another one \(optimizer_on_host\); give nnx.Optimizer\(model, rj.off"):
         model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
         plan.train_step(loss, nnx.Optimizer)(model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
+
+
+class Twice(Change):
+    """Twice the loss, and six times the update."""
+
+    def loss(self, loss):
+        return lambda *args: 2 * loss(*args)
+
+    def optimizer(self, optimizer):
+        return optax.chain(optimizer, optax.scale(3.0))
+
+
+def test_a_new_change_is_planned_and_made_by_the_plans_step(monkeypatch):
+    monkeypatch.setitem(CHANGES, "twice", Twice())
+    dense, x = nn.Dense(1, use_bias=False), jnp.ones((4, 2))
+    params = jax.tree.map(jnp.ones_like, dense.init(jax.random.key(0), x))
+
+    def total(params, x):
+        return dense.apply(params, x).sum()
+
+    work = rj.Workload(total, params, (x,), nn.Dense, optimizer=optax.sgd(0.5))
+    plain = rj.plan(work, "1GiB", "cpu")
+    for plan, times in ((plain, 1), (replace(plain, changes=("twice",)), 2)):
+        step = plan.train_step(total, optax.sgd(0.5), donate=False)
+        new, _, value = step(params, step.init(params), x)
+        moved = jax.tree.leaves(jax.tree.map(jnp.subtract, params, new))[0]
+        assert value == 8.0 * times and (moved == 0.5 * 4 * times * (3 if times == 2 else 1)).all()
+        assert plan.apply(total)(params, x) == 8.0 * times
+    changed = CHANGES["twice"].changed(work)
+    assert changed.loss(params, x) == 16.0 and changed.optimizer is not work.optimizer
 
 
 def test_a_change_that_the_workload_cannot_have_says_why():
@@ -164,10 +196,10 @@ def test_unknown_words_are_named(word):
 
 
 def test_no_failure_of_a_change_loses_the_plan(monkeypatch):
-    def broken(workload):
+    def broken(change, workload):
         raise IndexError("no such axis")
 
-    monkeypatch.setitem(CHANGES, "head_in_chunks", replace(CHANGES["head_in_chunks"], changed=broken))
+    monkeypatch.setattr(HeadInChunks, "changed", broken)
     made = with_changes(lambda workload, share: plan_by_hand(), job(), ("head_in_chunks",))
     assert made.beyond[0].remark == "no such axis" and made.changes == ()
     assert estimated(lambda workload, freed: None, job(), {"head_in_chunks": 1})[0].remark == "no such axis"

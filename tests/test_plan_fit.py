@@ -84,4 +84,4 @@ def test_what_other_kernels_need_is_expected_of_steps_alike():
         fit.learn_more(tried, needed)
     assert [fit.within(step) for step in steps] == [3990, 3950, 3700]
     others = dots, replace(dots, memory_limit=1), replace(off, memory_limit=1)
-    assert [fit.within(step) for step in others] == [3990, 3950, 3700] and fit.budget == 3990
+    assert [fit.within(step) for step in others] == [3990, 3950, 3700] and fit.compiled_budget == 3990

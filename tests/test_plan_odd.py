@@ -123,7 +123,7 @@ def test_more_memory_saves_only_what_a_longer_search_would_not_save_too():
     """The search ended before the plan of 8 s, which needs no more memory, was compiled."""
     plan = lambda stack, budget: "within the budget" if budget <= 64 else "larger"  # noqa: E731
     seconds = {"compiled": 10.0, "within the budget": 8.0, "larger": 7.5}
-    fit = Mock(whole_budget=64, budget=64, compiled=[], known=lambda candidate: None)
+    fit = Mock(budget=64, compiled_budget=64, compiled=[], known=lambda candidate: None)
     known = Mock(named=[], seconds=seconds.get, solved=Mock(plan=plan), fit=fit)
     assert gain_of_more_memory(known, Mock(candidate="compiled")) == 0.5
 

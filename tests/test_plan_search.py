@@ -138,7 +138,7 @@ def test_a_memory_limit_leaves_room_for_other_kernels():
     (tried,) = searched.known.fit.tried
     size = tried.compiled.device_bytes
     for budget, needed, limits in ((size, 600, [size - 600]), (900, 1000, [])):
-        searched.known.fit.whole_budget = budget
+        searched.known.fit.budget = budget
         searched.known.fit.tried[0] = replace(tried, compiled=replace(tried.compiled, more=needed))
         assert [step.memory_limit for step in memory_limit.propose(searched.known)] == limits
 
@@ -236,7 +236,7 @@ def test_more_memory_gains_what_was_compiled():
     fast = SimpleNamespace(seconds=0.5 * searched.known.seconds(full), time=None)
     searched.known.fit.tried.append(Tried(dots, Compiled(4500 + next_bytes(4500) // 2, 0, sizes=fast), 4500))
     known = searched.known
-    now = known.solved.plan(known.fit.stack, known.fit.budget)
+    now = known.solved.plan(known.fit.stack, known.fit.compiled_budget)
     assert known.fit.known(now) is None and known.seconds(now) < known.seconds(full)
     assert gain_of_more_memory(known, best) == pytest.approx(known.seconds(now) - fast.seconds)
 
@@ -259,7 +259,7 @@ def test_a_step_is_compiled_with_a_memory_limit_only_near_the_budget():
     full, dots = searched.candidates[3], searched.candidates[2]
     searched.learn(full, dots)
     assert [step.compiled.device_bytes for step in searched.known.fit.tried] == [2800, 4800]
-    searched.known.fit.whole_budget = 4500
+    searched.known.fit.budget = 4500
     (limited,) = (step for step in memory_limit.propose(searched.known) if step.checkpoints)
     assert (limited.name, limited.memory_limit, limited.title) == ("dots", 4500, "dots with a memory limit")
     assert limited != dots and searched.known.fit.known(limited) is None

@@ -57,9 +57,9 @@ def _is_same(block: Any, running: Any) -> bool:
 
 
 def run_module(
-    module: Any, path: str, plain: Callable[[], Any], checkpointed: Callable[[Any, Audit], Any], method: str = CALL
+    module: Any, path: str, plain: Callable[[], Any], as_block: Callable[[Any, Audit], Any], method: str = CALL
 ) -> Any:
-    """A call of `module` at `path`: `checkpointed(policy, audit)` if an active policy selects the method, else `plain()`."""
+    """A call of `module` at `path`: `as_block(policy, audit)` if an active policy selects the method, else `plain()`."""
     policies = scope.active()
     if policies is None or is_inside(module, method):
         return plain()
@@ -77,7 +77,7 @@ def run_module(
     record.reached.add(block)
     globs = (*_globs.get(), block) if isinstance(block, str) else _globs.get()
     with compat.setting(_globs, globs), compat.blocks_around_which(checkpoints_stay=policies.keeps):
-        return checkpointed(policy, record.audit)
+        return as_block(policy, record.audit)
 
 
 @contextmanager

@@ -36,11 +36,11 @@ def _interceptor(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
     if path is None:  # the module is being made
         return next_fun(*args, **kwargs)
 
-    def checkpointed(policy: RegionPolicy, audit: Audit) -> Any:
+    def as_block(policy: RegionPolicy, audit: Audit) -> Any:
         def run(_: None, *args: Any, **kwargs: Any) -> Any:
             with entered(module, method):
                 return next_fun(*args, **kwargs)
 
         return run_block(run, policy, block_path(path, method), None, args, kwargs, audit)
 
-    return run_module(module, path, lambda: next_fun(*args, **kwargs), checkpointed, method)
+    return run_module(module, path, lambda: next_fun(*args, **kwargs), as_block, method)

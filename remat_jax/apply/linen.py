@@ -86,12 +86,12 @@ def _interceptor(next_fun: Any, args: Any, kwargs: Any, context: nn.module.Inter
     if module.scope is None:
         return next_fun(*args, **kwargs)
 
-    def checkpointed(policy: RegionPolicy, audit: Audit) -> Any:
+    def as_block(policy: RegionPolicy, audit: Audit) -> Any:
         # Flax intercepts a decorated method (`@nn.remat`, `@nn.scan`) inside its decorators, so the block is inside them too.
         original = compat.method_inside_decorators(context)
         return call(module, original, policy, args, kwargs, audit, method=method, intercepted=context.method_name)
 
-    return run_module(module, "/".join(module.path), lambda: next_fun(*args, **kwargs), checkpointed, method)
+    return run_module(module, "/".join(module.path), lambda: next_fun(*args, **kwargs), as_block, method)
 
 
 def intercepting() -> AbstractContextManager[None]:

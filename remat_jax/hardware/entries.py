@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 from remat_jax.errors import TargetError
 
 TABLE = "targets.toml"
+Kind = Literal["cpu", "gpu", "tpu"]
+"""The kinds of hardware. Each has a backend (`memory.compile.backends`)."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
 REQUIRED = ("kind", "description", "source")
 FACTS = ("memory_bytes", "hbm_bytes_per_s", "host_link_bytes_per_s", "peak_flops", "compiler")
 LINKS = ("device_link_bytes_per_s", "network_bytes_per_s")
@@ -50,8 +53,8 @@ def checked_entry(name: str, given: object) -> dict[str, Any]:
         )
     for key in ("source", "peak_flops", "compiler"):
         _as_table(f"{name}.{key}", entry.get(key, {}))
-    if entry["kind"] not in ("cpu", "gpu", "tpu"):
-        raise TargetError(f'target table [{name}]: kind={entry["kind"]!r:.200}; write "cpu", "gpu" or "tpu".')
+    if entry["kind"] not in KINDS:
+        raise TargetError(f"target table [{name}]: kind={entry['kind']!r:.200}; expected one of {', '.join(KINDS)}.")
     texts = {"description": entry["description"], **{f"source.{key}": text for key, text in entry["source"].items()}}
     # These texts become part of a text that XLA parses, so they cannot contain quotation marks.
     wrong = [

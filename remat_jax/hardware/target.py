@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from importlib import resources
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from remat_jax.errors import TargetError, nearest
-from remat_jax.hardware.entries import TABLE, checked_entry, compiler_description
+from remat_jax.hardware.entries import TABLE, Kind, checked_entry, compiler_description
 from remat_jax.hardware.slices import CHIPS_PER_HOST, checked_chip, checked_shape, listed, shape_of, slice_name, split_path
 from remat_jax.reading import read_limited
 
@@ -67,7 +67,7 @@ class Target:
     """
 
     name: str
-    kind: Literal["cpu", "gpu", "tpu"]
+    kind: Kind
     description: str
     memory_bytes: int | None = None
     host_memory_bytes: int | None = None

@@ -45,11 +45,11 @@ class Fit:
     """The compiled steps of one search, and the stack fitted to them. `guess` is the stack before any compilation.
 
     All amounts are in bytes. `arguments` is the size of the step's arguments, which are on the device under every policy.
-    `whole_budget` includes what other kernels may need more (`Compiled.more`); `within` does not.
+    `budget` includes what other kernels may need more (`Compiled.more`); `within` does not.
     """
 
     def __init__(self, guess: Stack, budget: float, host_budget: float = math.inf, arguments: float = 0.0) -> None:
-        self.guess, self.whole_budget, self.host_budget, self.arguments = guess, budget, host_budget, arguments
+        self.guess, self.budget, self.host_budget, self.arguments = guess, budget, host_budget, arguments
         self.tried: list[Tried] = []
         self._fitted: dict[tuple[int, float, bool], Stack] = {}
 
@@ -63,9 +63,9 @@ class Fit:
         self.tried[self.tried.index(tried)] = replace(tried, compiled=replace(tried.compiled, more=more))
 
     @property
-    def budget(self) -> float:
+    def compiled_budget(self) -> float:
         """The device bytes that a step with checkpoints may need as compiled (`within`)."""
-        return max(0.0, self.whole_budget - self._more(checkpoints=True, limited=False))
+        return max(0.0, self.budget - self._more(checkpoints=True, limited=False))
 
     def within(self, candidate: StepCandidate) -> float:
         """The device bytes that a candidate may need as compiled.
@@ -75,8 +75,8 @@ class Fit:
         """
         tried = self.known(candidate)
         if tried is not None and tried.compiled.more is not None:
-            return self.whole_budget - tried.compiled.more
-        return self.whole_budget - self._more(candidate.checkpoints, candidate.memory_limit is not None)
+            return self.budget - tried.compiled.more
+        return self.budget - self._more(candidate.checkpoints, candidate.memory_limit is not None)
 
     def _more(self, checkpoints: bool, limited: bool) -> int:
         checked = [step for step in self.tried if step.compiled.more is not None and step.candidate.checkpoints == checkpoints]
@@ -119,7 +119,7 @@ class Fit:
     @property
     def stack(self) -> Stack:
         """The stack fitted to the compiled steps that are plain (`StepCandidate.is_plain`)."""
-        return self.around(self.budget)
+        return self.around(self.compiled_budget)
 
     def around(self, size: float, *, uncut: bool = False) -> Stack:
         """`stack`, but exact at the compiled step nearest to `size` bytes.
@@ -158,7 +158,7 @@ class Fit:
             return candidate.expected_bytes
         spared = 0.0 if candidate.checkpoints else (1 - _OFF_SHARE) * candidate.saved_bytes
         near = None if candidate.near is None else self.known(candidate.near)
-        size = self.budget if near is None else near.compiled.device_bytes
+        size = self.compiled_budget if near is None else near.compiled.device_bytes
         stack = self.around(size, uncut=not self.is_cut(candidate))
         return round(predicted(stack, candidate.loads) - spared)
 
@@ -175,18 +175,18 @@ class Fit:
         budget. Before there is one, and for other candidates, a larger share.
         """
         if candidate.family == "off":
-            return _OFF_ERROR * self.whole_budget
+            return _OFF_ERROR * self.budget
         if candidate.family != "mix":
-            return _NAMED_ERROR * self.whole_budget
+            return _NAMED_ERROR * self.budget
         alike = [
             step
             for step in self.compiled[_FITTED:]
             if step.candidate.family == "mix" and self.is_cut(step.candidate) == self.is_cut(candidate)
         ]
         if not alike:
-            return (_FIRST_ERROR if self.compiled else _NAMED_ERROR) * self.whole_budget
+            return (_FIRST_ERROR if self.compiled else _NAMED_ERROR) * self.budget
         missed = abs(alike[-1].predicted_bytes - alike[-1].compiled.device_bytes)
-        return max(_LEAST_ERROR * self.whole_budget, missed)
+        return max(_LEAST_ERROR * self.budget, missed)
 
     def may_fit(self, candidate: StepCandidate) -> bool:
         """Whether the prediction is over the budget by at most twice its error."""
@@ -195,7 +195,7 @@ class Fit:
     def cannot_fit(self, candidate: StepCandidate) -> bool:
         """Whether arguments and saved bytes alone exceed the budget; without checkpoints, only half the saved bytes count."""
         share = 1 if candidate.checkpoints else _OFF_SHARE
-        return self.arguments + candidate.saved_bytes * share > self.whole_budget
+        return self.arguments + candidate.saved_bytes * share > self.budget
 
 
 def predicted(stack: Stack, loads: Loads) -> float:

@@ -79,7 +79,7 @@ def _check_chosen(known: Known, compile_otherwise: CompileOtherwise) -> bool:
         if more is None:
             return True
         known.fit.learn_more(chosen, more)
-        if more > known.fit.whole_budget - chosen.compiled.device_bytes:
+        if more > known.fit.budget - chosen.compiled.device_bytes:
             return False
     return True
 

@@ -106,7 +106,7 @@ def plan(
     """
     begin, planners = time.monotonic(), list[_Planner]()
     target = target if isinstance(target, Target) else target_named(target)
-    device, host = budget_bytes(budget, target), host_budget_bytes(host_budget)
+    budget, host = budget_bytes(budget, target), host_budget_bytes(host_budget)
     allowed = checked(allow)
     _check(workload, timeout, target)
     if allowed:
@@ -115,8 +115,8 @@ def plan(
     with shown(progress) as say, silenced(), Kernels.temporary() as kernels, _with_best_so_far(workload, planners):
 
         def plan_of(workload: Workload, share: float) -> Plan:
-            check_arguments_fit(workload, device)
-            planners.append(_Planner(workload, device, target, host, share * (ends - time.monotonic()), say, kernels))
+            check_arguments_fit(workload, budget)
+            planners.append(_Planner(workload, budget, target, host, share * (ends - time.monotonic()), say, kernels))
             return planners[-1].plan()
 
         if allowed:
@@ -358,7 +358,7 @@ class _Planner:
             freed = round(self.known.fit.guess.fixed_bytes - other.fit.guess.fixed_bytes)
         fixed = max(other.fit.arguments, learnt.fixed_bytes - freed)
         stack = replace(with_shares(other.fit.guess, self.known.fit.shares), fixed_bytes=fixed)
-        budget = self.known.fit.budget
+        budget = self.known.fit.compiled_budget
         candidates = [other.solved.plan(stack, budget), *other.named]
         fits = [step for step in candidates if step is not None and predicted(stack, step.loads) <= budget]
         if not fits:

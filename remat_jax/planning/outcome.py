@@ -38,7 +38,7 @@ def outcome(
     def point(candidate: StepCandidate) -> Point:
         tried, (seconds, timed) = fit.known(candidate), times.of(candidate)
         failed, shown = tried is not None and tried.compiled.device_bytes == FAILED, fit.shown(candidate)
-        too_large = fit.within(candidate) < shown <= fit.whole_budget and candidate != best.candidate
+        too_large = fit.within(candidate) < shown <= fit.budget and candidate != best.candidate
         is_sure = tried is not None and tried.compiled.more is not None
         return Point(
             candidate.name,
@@ -72,7 +72,7 @@ def outcome(
         "named": (*named, *remarks),
         "parts": parts_of(described, stack, best.candidate),
         "assumed_rates": assumed_rates(best.compiled.sizes.time, target),
-        "next_bytes": next_bytes(fit.whole_budget),
+        "next_bytes": next_bytes(fit.budget),
         "next_gib_seconds": next_gib,
         "tried": tuple((step.candidate.name or "a plan", step.compiled.device_bytes) for step in fit.compiled),
         "is_maximal": is_best and more.is_maximal(known),
@@ -206,7 +206,7 @@ def _lower_bound(known: Known, best: Tried) -> float | None:
     if candidate.choices is None and (candidate.name != "off" or candidate.memory_limit is not None):
         return None
     # What other kernels need more is different for each step, so the whole budget bounds them all.
-    extra = known.solved.bound(known.fit.whole_budget)
+    extra = known.solved.bound(known.fit.budget)
     # The plan may be faster than the bound, because a whole policy may cost less than the sum of its residuals, or because the
     # step needs less memory than predicted.
     if extra > candidate.seconds * _ALIKE:
@@ -226,13 +226,13 @@ def gain_of_more_memory(known: Known, best: Tried) -> float | None:
     of_any_size = [*([] if anything is None else [anything]), *known.named]
     if all(known.seconds(candidate) * _ALIKE >= seconds for candidate in of_any_size):
         return None
-    more = next_bytes(fit.whole_budget)
-    larger = known.solved.plan(stack, fit.budget + more)
+    more = next_bytes(fit.budget)
+    larger = known.solved.plan(stack, fit.compiled_budget + more)
     sound = [step for step in fit.compiled if step.compiled.sound]
     within = [step.candidate for step in sound if step.compiled.device_bytes <= fit.within(step.candidate) + more]
     if larger is not None and fit.known(larger) is None:
         within.append(larger)
-    now = known.solved.plan(stack, fit.budget)
+    now = known.solved.plan(stack, fit.compiled_budget)
     if now is not None and fit.known(now) is None:
         seconds = min(seconds, known.seconds(now))
     return max([0.0, *(seconds - known.seconds(candidate) for candidate in within)])

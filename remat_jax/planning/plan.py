@@ -17,12 +17,12 @@ from remat_jax.apply.effect import call_signature
 from remat_jax.apply.own_checkpoints import noting_regions
 from remat_jax.errors import ArgumentError, NoEffectError
 from remat_jax.planning import files
+from remat_jax.planning.changes import CHANGES
 from remat_jax.planning.explain import beyond_table, explanation, plan_table
 from remat_jax.planning.page import page
 from remat_jax.planning.plan_data import PlanData
 from remat_jax.planning.train_step import JittedStep, train_step
 from remat_jax.report.tables import render
-from remat_jax.train.chunked_head import chunk_head
 from remat_jax.workload import Workload
 
 P = ParamSpec("P")
@@ -113,7 +113,9 @@ class Plan(PlanData):
         if not callable(fn):
             raise ArgumentError(f"fn={fn!r}: expected a function that runs the model")
         own = compat.without_compiler_options(fn)
-        changed = chunk_head(own) if "head_in_chunks" in self.changes else own
+        changed = own
+        for change in self.changes:
+            changed = CHANGES[change].loss(changed)
         planned = changed if self.is_off else checkpoint_blocks(changed, self.policies)
         name = f"the plan for {self.workload!r}"
         passed: set[Hashable] = set()

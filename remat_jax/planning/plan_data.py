@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from remat_jax.core.marks import Block
+from remat_jax.planning.changes import CHANGES
 from remat_jax.planning.findings import PlanFinding
 from remat_jax.planning.model import Model, block_name
 from remat_jax.policy import Policy
@@ -118,7 +120,8 @@ class Beyond:
     @property
     def text(self) -> str:
         """The change, and the number of micro-batches."""
-        return f"{self.change} ({2**self.times})" if self.change.startswith("micro_batches") else self.change
+        rounds = CHANGES[self.change].rounds
+        return self.change if rounds == 1 else f"{self.change} ({rounds**self.times})"
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ class PlanData:
     @property
     def micro_batches(self) -> int:
         """The number of micro-batches of the plan's step; each change to micro-batches doubles it."""
-        return 2 ** sum(change.startswith("micro_batches") for change in self.changes)
+        return math.prod(CHANGES[change].rounds for change in self.changes)
 
     @property
     def texts(self) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,8 +16,10 @@ from remat_jax.apply import nnx as nnx_blocks
 from remat_jax.apply.pytrees import ModelArrays
 from remat_jax.errors import ArgumentError
 from remat_jax.mesh import under
+from remat_jax.planning.changes import CHANGES
+from remat_jax.planning.changes.change import Change
 from remat_jax.planning.plan_data import PlanData
-from remat_jax.train import OffloadedOptimizer, offload_optimizer
+from remat_jax.train import OffloadedOptimizer
 from remat_jax.train.micro_batches import micro_batched
 from remat_jax.train.parameters import check_trained, parted, result_structs
 from remat_jax.train.updates import check_optimizer, updated
@@ -31,10 +33,10 @@ Shardings = tuple[Any, ...]
 def train_step(plan: PlanData, planned: Function, optimizer: Any, *, trainable: Any, has_aux: bool, donate: bool) -> JittedStep:
     """The jitted step of `planned`, a loss under the policies of `plan`, and `optimizer`.
 
-    Whatever else a plan changes about its step (the loss, its gradient, the optimizer, the compiler's options) is changed here.
+    Whatever else a plan changes about its step (its gradient, the optimizer, the compiler's options) is changed here.
     """
-    offloads, state_on_host = plan.host_bytes > 0, "optimizer_on_host" in plan.changes
-    declared = next((change.partition("=")[2] for change in plan.changes if change.startswith("micro_batches=")), None)
+    offloads, changes = plan.host_bytes > 0, {name: CHANGES[name] for name in plan.changes}
+    declared = next((change.declared for change in changes.values() if change.declared), None)
     gradient = functools.partial(micro_batched, n=plan.micro_batches, declared=declared)
     jit = {"donate_argnums": (0, 1) if donate else (), "compiler_options": dict(plan.compiler_options) or None}
     if isinstance(optimizer, nnx.Optimizer) or (isinstance(optimizer, type) and issubclass(optimizer, nnx.Optimizer)):
@@ -42,10 +44,10 @@ def train_step(plan: PlanData, planned: Function, optimizer: Any, *, trainable: 
             raise ArgumentError(
                 f"trainable={trainable!r}: an NNX step trains what its optimizer selects; give nnx.Optimizer(model, tx, wrt=…)"
             )
-        return ModuleStep(planned, has_aux, offloads, jit, gradient, state_on_host=state_on_host)
+        return ModuleStep(planned, has_aux, offloads, jit, gradient, changes=changes)
     check_optimizer(optimizer)
-    if state_on_host and not isinstance(optimizer, OffloadedOptimizer):
-        optimizer = offload_optimizer(optimizer)
+    for change in changes.values():
+        optimizer = change.optimizer(optimizer)
     return ArrayStep(planned, has_aux, offloads, jit, gradient, optimizer=optimizer, trainable=trainable)
 
 
@@ -166,9 +168,9 @@ class ArrayStep(JittedStep):
 class ModuleStep(JittedStep):
     """`step(model, optimizer, *batch)` with an `nnx.Optimizer` writes to both and returns the loss."""
 
-    def __init__(self, *loss_and_jit: Any, state_on_host: bool) -> None:
+    def __init__(self, *loss_and_jit: Any, changes: Mapping[str, Change]) -> None:
         super().__init__(*loss_and_jit)
-        self._state_on_host = state_on_host
+        self._changes = changes
 
     def _prepared(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], Function]:
         if len(args) < 2 or not isinstance(args[0], nnx.Module) or not isinstance(args[1], nnx.Optimizer):
@@ -177,12 +179,11 @@ class ModuleStep(JittedStep):
                 "nnx.Optimizer. For parameters as a pytree, give plan.train_step the optax optimizer itself"
             )
         model, optimizer, *batch = args
+        for name, change in self._changes.items():
+            if change.optimizer(optimizer.tx) is not optimizer.tx:
+                call = f"nnx.Optimizer(model, {change.optimizer_call}, wrt=nnx.Param)"
+                raise ArgumentError(f"optimizer: the plan has another one ({name}); give {call}")
         offloads = isinstance(optimizer.tx, OffloadedOptimizer)
-        if self._state_on_host and not offloads:
-            raise ArgumentError(
-                "optimizer: the plan keeps the optimizer's state in host memory (optimizer_on_host); give "
-                "nnx.Optimizer(model, rj.offload_optimizer(tx), wrt=nnx.Param)"
-            )
         if offloads:
             nnx.update(optimizer.opt_state, nnx.state(optimizer.tx.place(nnx.as_pure(optimizer.opt_state))))
         state = nnx.state((model, optimizer))

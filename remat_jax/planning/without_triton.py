@@ -66,7 +66,7 @@ def kernel_findings(known: Known, best: Tried, target: Target) -> list[PlanFindi
     """What a reader should know of the kernels: a step that was given up for them, or that the plan may exceed the budget."""
     if best.compiled.more is None:
         return []
-    budget = round(known.fit.whole_budget)
+    budget = round(known.fit.budget)
     excess = best.compiled.most_bytes - budget
     if excess > 0:
         over = f"{format_bytes(excess)} more than the budget ({100 * excess / budget:.1f} %)"

@@ -113,7 +113,7 @@ def exchange_seconds(collective: Instruction, target: Target, links: Links | Non
     each = target.devices // target.linked_groups
     groups = len({device // each for device in group})
     inside = [device % each for device in group]
-    axes = axes_between(inside, target.topology, target.chip["devices_per_chip"]) if target.kind == "tpu" else 1.0
+    axes = axes_between(inside, target.topology, target.chip["devices_per_chip"]) if target.topology else 1.0
     return links.seconds(collective.kind, _bytes(collective), len(group), hosts=groups, axes=axes)
 
 

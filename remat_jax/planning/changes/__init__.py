@@ -1,46 +1,21 @@
-"""Changes beyond the blocks that a plan may make: one file each, with a function from a workload to the changed workload.
+"""Changes beyond the blocks that a plan may make: one file each, with a `Change`.
 
-A change keeps what the step computes. To add one, write a file with a function `changed` that raises a `RematError` if the
-workload cannot have the change, and with the name of the advice that proposes it, and add both to `CHANGES`.
+To add one, write a file with a subclass of `Change`, and add it to `CHANGES`. `head_in_chunks.py` is an example.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from remat_jax.errors import ArgumentError
 from remat_jax.planning.changes import head_in_chunks, micro_batches, optimizer_on_host
-from remat_jax.workload import Workload
+from remat_jax.planning.changes.change import Change
 
-
-@dataclass(frozen=True)
-class Change:
-    """A change.
-
-    Attributes:
-      changed: the function that makes it.
-      advice: the advice (`memory.advice`) that says what it frees; None if it is not proposed.
-      most: how often it can be made.
-      in_blocks: whether it frees memory inside the blocks too. Then the estimate of what it frees outside is the difference of
-        the two planning problems, not the advice.
-    """
-
-    changed: Callable[[Workload], Workload]
-    advice: str | None
-    most: int = 1
-    in_blocks: bool = False
-
-
-CHANGES = {
-    "head_in_chunks": Change(head_in_chunks.changed, head_in_chunks.ADVICE),
-    "micro_batches": Change(micro_batches.changed, micro_batches.ADVICE, most=3, in_blocks=True),
-    **{
-        f"micro_batches={word}": Change(functools.partial(micro_batches.changed, declared=word), None, most=3)
-        for word in ("sum", "mean")
-    },
-    "optimizer_on_host": Change(optimizer_on_host.changed, optimizer_on_host.ADVICE),
+CHANGES: dict[str, Change] = {
+    "head_in_chunks": head_in_chunks.CHANGE,
+    "micro_batches": micro_batches.CHANGE,
+    **{f"micro_batches={word}": change for word, change in micro_batches.DECLARED.items()},
+    "optimizer_on_host": optimizer_on_host.CHANGE,
 }
 
 

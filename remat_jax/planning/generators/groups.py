@@ -33,7 +33,7 @@ def propose(known: Known) -> Iterable[StepCandidate]:
     layers, load = block.repeats, full.loads[0]
     layer = GroupedLayer(load.saved, 0.0, block.forward_seconds, full.seconds / layers, block.late_bytes)
     fixed = max(0.0, tried.compiled.device_bytes - layers * load.saved)
-    fitting = groupings(layers, layer, known.fit.budget, fixed_bytes=fixed, scanned=kind.scanned)
+    fitting = groupings(layers, layer, known.fit.compiled_budget, fixed_bytes=fixed, scanned=kind.scanned)
     chosen = [*fitting[:1], *fitting[-1:]] or groupings(layers, layer, fixed_bytes=fixed, scanned=kind.scanned)[-1:]
     return [_grouped(full, grouping) for grouping in dict.fromkeys(chosen)]
 

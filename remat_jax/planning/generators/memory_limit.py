@@ -22,8 +22,8 @@ def propose(known: Known) -> Iterable[StepCandidate]:
     if not known.has_times or not fit.compiled or (known.scanned and fit.fitting):
         return []
     off = None if known.scanned else known.named_policy("off")
-    near = [off] if off is not None and fit.expected(off) <= _NEAR * fit.whole_budget else []
-    over = [step.candidate for step in fit.compiled if fit.budget < step.compiled.device_bytes <= _NEAR * fit.whole_budget]
+    near = [off] if off is not None and fit.expected(off) <= _NEAR * fit.budget else []
+    over = [step.candidate for step in fit.compiled if fit.compiled_budget < step.compiled.device_bytes <= _NEAR * fit.budget]
     near += sorted((step for step in over if step.memory_limit is None), key=lambda step: step.seconds)[:1]
     # With less, XLA might recompute for a step that fits as it is.
     chosen = [step for step in dict.fromkeys(near) if (tried := fit.known(step)) is None or not fit.fits(tried)]

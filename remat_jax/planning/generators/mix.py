@@ -23,16 +23,16 @@ def propose(known: Known) -> Iterable[StepCandidate]:
 
 def _proposals(known: Known) -> Iterator[StepCandidate]:
     fit, stack = known.fit, known.fit.stack
-    first = _uncompiled(known, stack, fit.budget)
+    first = _uncompiled(known, stack, fit.compiled_budget)
     if first is not None:
         yield first
         error = fit.error(first) if fit.compiled else 0.0
         for times in _SAFER[1:] if error else ():
-            if (safer := _uncompiled(known, stack, fit.budget - times * error)) is not None:
+            if (safer := _uncompiled(known, stack, fit.compiled_budget - times * error)) is not None:
                 yield safer
     if known.scanned:
         # What cutting a scan costs is predicted less surely, so a mix with one policy per kind is most likely to fit.
-        uncut = _uncompiled(known, fit.around(fit.budget, uncut=True), fit.budget, most_policies=1)
+        uncut = _uncompiled(known, fit.around(fit.compiled_budget, uncut=True), fit.compiled_budget, most_policies=1)
         if uncut is not None:
             yield uncut
     if not fit.fitting:
@@ -48,5 +48,7 @@ def _uncompiled(known: Known, stack: Stack, budget: float, most_policies: int | 
         if known.fit.fits(tried):
             return None
         over = tried.compiled.device_bytes - known.fit.within(plan)
-        budget -= _AFTER_FAILURE * budget if tried.compiled.device_bytes == FAILED else max(over, 1e-3 * known.fit.budget)
+        budget -= (
+            _AFTER_FAILURE * budget if tried.compiled.device_bytes == FAILED else max(over, 1e-3 * known.fit.compiled_budget)
+        )
     return None

@@ -23,7 +23,7 @@ def propose(known: Known) -> Iterable[StepCandidate]:
 def _filled(known: Known, best: StepCandidate) -> Iterator[StepCandidate]:
     """`best` with further residuals saved one by one: each time the fastest variant that is predicted to fit."""
     stack, candidate = known.fit.around(known.fit.expected(best)), best
-    while within := [more for more in one_more(known, candidate) if predicted(stack, more.loads) <= known.fit.budget]:
+    while within := [more for more in one_more(known, candidate) if predicted(stack, more.loads) <= known.fit.compiled_budget]:
         candidate = min(within, key=lambda more: more.seconds)
     if candidate is not best:
         yield candidate

@@ -15,7 +15,10 @@ def propose(known: Known) -> Iterable[StepCandidate]:
     best = known.best
     if best is None or not any(step.candidate.host_bytes for step in known.fit.fitting):
         return []
-    candidates = [left_on_device(known, best.candidate), known.solved.without_copies(known.fit.stack, known.fit.budget)]
+    candidates = [
+        left_on_device(known, best.candidate),
+        known.solved.without_copies(known.fit.stack, known.fit.compiled_budget),
+    ]
     return [replace(candidate, source="without_host") for candidate in candidates if candidate is not None]
 
 
