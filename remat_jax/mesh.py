@@ -268,10 +268,11 @@ def state_shardings(optimizer: Any, state: Any, trained: Any, shardings: Any) ->
 
 def under(mesh: AbstractMesh | None, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` traced under `mesh`, so that a bare `PartitionSpec` in its constraints refers to this mesh."""
-    if mesh is None:
-        return function
 
     def traced(*args: Any) -> Any:
+        if mesh is None:
+            with compat.lacking_mesh_explained():
+                return function(*args)
         check_context(mesh.size, f"a workload on a mesh of {mesh.size} devices ({dict(mesh.shape)})")
         with jax.sharding.use_abstract_mesh(compat.with_lowered_device(mesh)):
             return function(*args)

@@ -153,6 +153,20 @@ def test_measure_takes_a_mesh_in_place_of_the_one_in_the_file():
         assert (report["devices"], report["argument_bytes"]) == (4, PARAMETERS // parts + ROWS // 4)
 
 
+def test_without_a_mesh_a_bare_partition_spec_says_how_to_give_one():
+    def loss(w, x):
+        return jax.lax.with_sharding_constraint(x * w, P(None, None)).sum()
+
+    def job(**mesh):
+        return rj.Workload(loss, X, (X,), nnx.Linear, **mesh)
+
+    with pytest.raises(RuntimeError) as caught:
+        jax.make_jaxpr(job().step("off").function)(*job().step("off").arguments)
+    assert ["Workload(…, mesh=" in note for note in caught.value.__notes__ if note.startswith("remat_jax")] == [True]
+    traced = jax.make_jaxpr(job(mesh={"data": 1}).loss)(X, X)
+    assert "sharding_constraint" in str(traced)
+
+
 def test_a_model_with_bare_partition_specs_takes_a_mesh_as_it_is():
     command = ("measure", f"{FILE}:constrained", "--target", "4xcpu", "-p", "full", "--json")
     result = run(*command, "--mesh", "fsdp=4")

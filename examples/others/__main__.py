@@ -19,6 +19,8 @@ FILES = (
     "transformers_gpt2",
     "gemma3",
     "alphafold_evoformer",
+    "maxdiffusion_wan",
+    "tunix_qwen3",
     "equinox_decoder",
 )
 BEGIN = (

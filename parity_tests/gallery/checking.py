@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 import remat_jax as rj
 from parity_tests.gallery.models import DEVIATION, POLICIES
@@ -61,7 +62,7 @@ class Step:
     """The loss of a workload under a policy, with its gradients traced."""
 
     def __init__(self, workload: rj.Workload, policy: Any) -> None:
-        self.loss, *parameters = workload.split_loss(policy)
+        self.mesh, (self.loss, *parameters) = workload.mesh, workload.split_loss(policy)
         self.arguments = (*parameters, *workload.batch)
         self.jaxpr = jax.make_jaxpr(self.gradient)(*self.arguments)
         self.products = count(self.jaxpr, lambda eqn: eqn.primitive.name in MATMULS)
@@ -84,6 +85,10 @@ class Step:
 
     def kept(self, arguments: Any) -> list[Any]:
         """The arrays that live between the passes, without the arguments."""
+        if self.mesh is not None:
+            # Without compilation, a constraint on a mesh takes only arrays that are on one.
+            mesh = jax.make_mesh(self.mesh.axis_sizes, self.mesh.axis_names, axis_types=self.mesh.axis_types)
+            arguments = jax.device_put(arguments, NamedSharding(mesh, PartitionSpec()))
         trained, *rest = arguments
         _, pullback = jax.vjp(lambda trained: self.loss(trained, *rest), trained)
         given = {id(leaf) for leaf in jax.tree.leaves(arguments)}

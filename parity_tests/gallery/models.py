@@ -63,6 +63,11 @@ EXAMPLES: Mapping[str, Example] = MappingProxyType(
         "big_vision": Example("big_vision_vit", "big_vision", 3 * 7, 3 * 2),
         # 6 layers: query, key-and-value, scores, context, output, gate-and-up, down, whose result a norm reads.
         "gemma": Example("gemma3", "gemma", 6 * 7, 6 * 2),
+        # 2 layers: query, key, value, scores, context, output of two attentions, two of the perceptron, whose result the gradient of
+        # a gate reads.
+        "maxdiffusion": Example("maxdiffusion_wan", "maxdiffusion", 2 * 14, 2 * 4),
+        # 2 layers: as EasyLM's.
+        "tunix": Example("tunix_qwen3", "tunix", 2 * 8, 2 * 2),
         # 4 blocks: 8 of row attention (bias, query, key, value, gate, scores, context, output), 7 of column attention, 2 of the
         # transition, 5 of the outer product (one counts rows), 7 of each triangle multiplication, 8 of each triangle attention,
         # 1 of the last transition. With batch dimensions: 8 of attention, one of each triangle multiplication, the row count.

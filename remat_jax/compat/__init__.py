@@ -126,6 +126,7 @@ from remat_jax.compat.xla import cudnn_explained as cudnn_explained
 from remat_jax.compat.xla import disabled_passes as disabled_passes
 from remat_jax.compat.xla import gpu_compiler_installed as gpu_compiler_installed
 from remat_jax.compat.xla import keep_to_cpu_without_gpu as keep_to_cpu_without_gpu
+from remat_jax.compat.xla import lacking_mesh_explained as lacking_mesh_explained
 from remat_jax.compat.xla import lacks_mesh as lacks_mesh
 from remat_jax.compat.xla import lowering_for as lowering_for
 from remat_jax.compat.xla import quick_compile_options as quick_compile_options

@@ -245,6 +245,23 @@ def lacks_mesh(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "requires a non-empty mesh in context" in str(error)
 
 
+@contextlib.contextmanager
+def lacking_mesh_explained() -> Iterator[None]:
+    """Add to JAX's error for a bare `PartitionSpec` without a mesh how a workload gets one."""
+    try:
+        yield
+    except RuntimeError as error:
+        if lacks_mesh(error) and _GIVE_A_MESH not in getattr(error, "__notes__", ()):
+            error.add_note(_GIVE_A_MESH)
+        raise
+
+
+_GIVE_A_MESH = (
+    "remat_jax: the model constrains shardings by bare PartitionSpecs. Give the workload a mesh; for one device: "
+    'Workload(…, mesh={"data": 1})'
+)
+
+
 def with_lowered_device(mesh: jax.sharding.AbstractMesh) -> jax.sharding.AbstractMesh:
     """`mesh` with the device of `lowering_for`; outside `lowering_for`, `mesh` itself."""
     device = _lowered_device.get()
