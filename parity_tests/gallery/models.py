@@ -63,8 +63,8 @@ EXAMPLES: Mapping[str, Example] = MappingProxyType(
         "big_vision": Example("big_vision_vit", "big_vision", 3 * 7, 3 * 2),
         # 6 layers: query, key-and-value, scores, context, output, gate-and-up, down, whose result a norm reads.
         "gemma": Example("gemma3", "gemma", 6 * 7, 6 * 2),
-        # 2 layers: query, key, value, scores, context, output of two attentions, two of the perceptron, whose result the gradient of
-        # a gate reads.
+        # 2 layers: query, key, value, scores, context, output of two attentions; two of the perceptron, whose result the
+        # gradient of a gate reads.
         "maxdiffusion": Example("maxdiffusion_wan", "maxdiffusion", 2 * 14, 2 * 4),
         # 2 layers: as EasyLM's.
         "tunix": Example("tunix_qwen3", "tunix", 2 * 8, 2 * 2),
