@@ -155,6 +155,8 @@ def test_all_estimated_times_are_ranges_of_times_in_the_json(shown: Shown) -> No
         every = [*points(plan), *plan["named"], *shown.policies.values()]
         seconds = [point["seconds"] for point in every if point["seconds"] is not None]
         times = [*seconds, *(each - plan["base_seconds"] for each in seconds), plan["next_gib_seconds"]]
+        changed = [change["seconds"] for change in plan["beyond"] if change["seconds"] is not None]
+        times += [*changed, *(each - plan["seconds"] for each in changed)]
         for point in (plan, *plan["frontier"]):
             for part in point["parts"]:
                 times.append(part["layers"] * (part["recompute_seconds"] + part["copy_seconds"]))

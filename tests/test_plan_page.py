@@ -127,6 +127,9 @@ def test_a_change_beyond_the_blocks_is_faster_or_slower_than_the_plan():
     table = beyond_table(plan(beyond=beyond))
     cells = {column.header.plain: [cell.plain for cell in column.cells] for column in table.columns}
     assert cells["than this plan"] == ["1 ms faster", "1 ms slower", "0 s"]
+    (shown,) = re.findall(r"<h2>Changes beyond the blocks.*?</table>", page(plan(beyond=beyond)), re.DOTALL)
+    assert re.findall(r"<td[^>]*>(1 ms \w+|0 s)</td>", shown) == cells["than this plan"]
+    assert "Changes beyond the blocks" not in page(plan())
 
 
 def test_a_negative_range_of_times_does_not_look_like_its_lower_end():

@@ -122,6 +122,8 @@ def _changed_step(workload: Workload, policy: Any, advice: Advice) -> TrainingSt
         changed = _with_narrow_parameters(workload)
     elif advice.what == DONATION:
         changed.donate = True
+    else:
+        return None
     return changed.step(policy)
 
 

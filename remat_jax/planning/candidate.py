@@ -61,21 +61,24 @@ class KeptArrays:
 class StepCandidate:
     """A training step that may be compiled. Two candidates are equal if and only if they are the same program.
 
-    These fields say which program it is:
+    These fields say which program it is, and candidates are compared by them:
 
       kept: what each layer keeps, in forward order.
       cuts: where a scan is cut between layers that keep the same.
       groups: for each group of layers, its first layer and the first layer after it.
       memory_limit: XLA's memory limit in bytes; None for the device's memory.
 
+    Policies are made of these (`translate.policies_of`), so they have to say the same as the fields above:
+
+      name: the named policy, or the text of policies by layer, such as one with groups of layers; empty for a mix of policies.
+      choices: the solver's choices for each layer; None if they cannot express the program.
+
     These say what is known of it:
 
       source: the generator that proposed it.
-      name: the named policy, or the text of groups of layers; empty for a mix of policies.
       loads: the bytes of each layer.
       seconds: the time to keep, recompute and copy residuals, estimated from the traced program. It is only a part of the
         step's time.
-      choices: the solver's choices for each layer; None if they cannot express the program.
       expected_bytes: the predicted device bytes; None to predict them from the loads.
       near: a step that differs little from it, so that its time has the same pace; None for the pace of its family.
     """

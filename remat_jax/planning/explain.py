@@ -60,17 +60,22 @@ def beyond_table(plan: PlanData) -> Any:
     """What each change beyond the blocks gives as a plan, as a table; None if there is none to show."""
     if not plan.beyond:
         return None
-    rows = []
-    for each in plan.beyond:
-        gain = None if each.seconds is None else plan.seconds - each.seconds
-        how = "" if each.seconds is None else "compiled" if each.compiled else "estimated"
-        is_made = each.times <= plan.changes.count(each.change)
-        verdict = each.remark or ("in this plan" if is_made else "")
-        gained = "" if gain is None or is_made else signed(plan, gain, "slower") + " faster" * (gain > 0)
-        rows.append((each.text, format_bytes(each.device_bytes), time_text(plan, each.seconds), how, gained, verdict))
+    rows = [
+        (each.text, format_bytes(each.device_bytes), time_text(plan, each.seconds), *beside_plan(plan, each))
+        for each in plan.beyond
+    ]
     columns = ("change", "device", "step", "figures", "than this plan", "")
     narrow = ("figures", "step", "device")
     return table("Changes beyond the blocks, each as a plan (allow=…)", columns, rows, optional=narrow)
+
+
+def beside_plan(plan: PlanData, change: Beyond) -> tuple[str, str, str]:
+    """Where the figures of a change come from, its time beside the plan's, and a remark."""
+    gain = None if change.seconds is None else plan.seconds - change.seconds
+    how = "" if change.seconds is None else "compiled" if change.compiled else "estimated"
+    is_made = change.times <= plan.changes.count(change.change)
+    gained = "" if gain is None or is_made else signed(plan, gain, "slower") + " faster" * (gain > 0)
+    return how, gained, change.remark or ("in this plan" if is_made else "")
 
 
 def summary(plan: PlanData) -> str:

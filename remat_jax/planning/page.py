@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from remat_jax.planning.explain import next_gib, ranked, signed, summary, time_text
+from remat_jax.planning.explain import beside_plan, next_gib, ranked, signed, summary, time_text
 from remat_jax.planning.plan_data import Part, PlanData, Point, over_budget, plan_point
 from remat_jax.report.chart import FrontierPoint, frontier_figure
 from remat_jax.report.document import document, escaped
@@ -30,6 +30,7 @@ _HINT = (
     "keys along the line."
 )
 
+_ALLOWED = "A plan makes a change that is allowed (<code>allow=…</code>, <code>--allow</code>) if the step is then faster."
 _RANGES = (
     " Some rates of this hardware are assumed, so the tables give a range for each time; the picture shows the estimate in it."
 )
@@ -69,7 +70,7 @@ def body(plan: PlanData, level: int = 2) -> str:
 <div id="parts">{layers}</div>
 <h{level}>The named policies</h{level}>
 {_named_table(plan)}
-"""
+{_beyond(plan, level)}"""
 
 
 def picture(plan: PlanData, title: str | None = None, width: float = WIDTH) -> Picture:
@@ -163,6 +164,20 @@ def _frontier_table(plan: PlanData, points: Sequence[Point], chosen: int) -> str
 def _named_table(plan: PlanData) -> str:
     rows = [[point.name, *_row(plan, point)] for point in plan.named]
     return html_table([Column("policy", "name"), *_COLUMNS], rows, label="the named policies")
+
+
+def _beyond(plan: PlanData, level: int) -> str:
+    """The changes beyond the blocks, each as a plan, with a heading; empty if there is none to show."""
+    if not plan.beyond:
+        return ""
+    columns = [Column("change", "name"), Column("device", "bytes"), Column("step", "seconds"), Column("figures")]
+    columns += [Column("than this plan"), Column("remark")]
+    rows: list[list[Cell]] = [
+        [each.text, each.device_bytes, Estimate(each.seconds, bool(plan.assumed_rates)), *beside_plan(plan, each)]
+        for each in plan.beyond
+    ]
+    label = "Changes beyond the blocks, each as a plan"
+    return f"<h{level}>{label}</h{level}>\n<p>{_ALLOWED}</p>\n{html_table(columns, rows, label=label)}\n"
 
 
 def _row(plan: PlanData, point: Point) -> list[Cell]:

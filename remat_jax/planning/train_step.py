@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,8 +35,8 @@ def train_step(plan: PlanData, planned: Function, optimizer: Any, *, trainable: 
 
     Whatever else a plan changes about its step (its gradient, the optimizer, the compiler's options) is changed here.
     """
-    offloads, changes = plan.host_bytes > 0, {name: CHANGES[name] for name in plan.changes}
-    declared = next((change.declared for change in changes.values() if change.declared), None)
+    offloads, changes = plan.host_bytes > 0, [(name, CHANGES[name]) for name in plan.changes]
+    declared = next((change.declared for _, change in changes if change.declared), None)
     gradient = functools.partial(micro_batched, n=plan.micro_batches, declared=declared)
     jit = {"donate_argnums": (0, 1) if donate else (), "compiler_options": dict(plan.compiler_options) or None}
     if isinstance(optimizer, nnx.Optimizer) or (isinstance(optimizer, type) and issubclass(optimizer, nnx.Optimizer)):
@@ -46,7 +46,7 @@ def train_step(plan: PlanData, planned: Function, optimizer: Any, *, trainable: 
             )
         return ModuleStep(planned, has_aux, offloads, jit, gradient, changes=changes)
     check_optimizer(optimizer)
-    for change in changes.values():
+    for _, change in changes:
         optimizer = change.optimizer(optimizer)
     return ArrayStep(planned, has_aux, offloads, jit, gradient, optimizer=optimizer, trainable=trainable)
 
@@ -168,7 +168,7 @@ class ArrayStep(JittedStep):
 class ModuleStep(JittedStep):
     """`step(model, optimizer, *batch)` with an `nnx.Optimizer` writes to both and returns the loss."""
 
-    def __init__(self, *loss_and_jit: Any, changes: Mapping[str, Change]) -> None:
+    def __init__(self, *loss_and_jit: Any, changes: Sequence[tuple[str, Change]]) -> None:
         super().__init__(*loss_and_jit)
         self._changes = changes
 
@@ -179,10 +179,10 @@ class ModuleStep(JittedStep):
                 "nnx.Optimizer. For parameters as a pytree, give plan.train_step the optax optimizer itself"
             )
         model, optimizer, *batch = args
-        for name, change in self._changes.items():
+        for name, change in self._changes:
             if change.optimizer(optimizer.tx) is not optimizer.tx:
-                call = f"nnx.Optimizer(model, {change.optimizer_call}, wrt=nnx.Param)"
-                raise ArgumentError(f"optimizer: the plan has another one ({name}); give {call}")
+                given = f"; give nnx.Optimizer(model, {change.optimizer_call}, wrt=nnx.Param)" if change.optimizer_call else ""
+                raise ArgumentError(f"optimizer: the plan has another one ({name}){given}")
         offloads = isinstance(optimizer.tx, OffloadedOptimizer)
         if offloads:
             nnx.update(optimizer.opt_state, nnx.state(optimizer.tx.place(nnx.as_pure(optimizer.opt_state))))

@@ -23,7 +23,8 @@ class Change:
         the two planning problems, not the advice.
       rounds: into how many micro-batches it divides each micro-batch.
       declared: whether the loss is a `"sum"` or a `"mean"` over the examples; None if the traced loss is to show it.
-      optimizer_call: how a user writes what `optimizer` does, for an optimizer `tx`.
+      optimizer_call: how a user writes what `optimizer` does, for an optimizer `tx`. An `nnx.Optimizer` has its state already,
+        so the step asks for the changed one.
     """
 
     advice: str | None = None
@@ -31,7 +32,7 @@ class Change:
     in_blocks: bool = False
     rounds: int = 1
     declared: str | None = None
-    optimizer_call: str = "tx"
+    optimizer_call: str = ""
 
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """The changed loss."""
@@ -42,7 +43,7 @@ class Change:
         return optimizer
 
     def changed(self, workload: Workload) -> Workload:
-        """The changed workload. A subclass checks here that the workload can have the change.
+        """The changed workload. A subclass checks here that the workload can have the change, and changes nothing else.
 
         Raises:
           RematError: it cannot; the message names the reason.
