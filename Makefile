@@ -46,6 +46,14 @@ demo: $(STAMP)  ## plan a model that does not fit; train a decoder in every mode
 test: $(STAMP)  ## run all tests
 	PYTHONDONTWRITEBYTECODE= $(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
+.PHONY: coverage
+coverage: $(STAMP)  ## run all tests, also in the processes that they start, and print how much of each package ran
+	rm -rf build/coverage && mkdir -p build/coverage
+	-$(ONE_THREAD) $(BIN)/python -m coverage run -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage json -q
+	$(BIN)/python -m benchmarks.coverage build/coverage/all.json
+
 .PHONY: test-browser
 test-browser: $(STAMP)  ## run the tests that open pages in an installed Chromium
 	$(BIN)/python -m pytest -m browser tests $(ARGS)
