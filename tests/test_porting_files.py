@@ -114,11 +114,7 @@ KEY = "these cannot be written: a \\(.*; give arrays of numbers; for a random ke
 @pytest.mark.parametrize(
     ("name", "state", "message"),
     [
-        (
-            "no/x",
-            {"a": X},
-            "path='.*no/x.*' cannot be written .there is no such folder.; give a file in an existing folder",
-        ),
+        ("no/x", {"a": X}, "path='.*no/x.*' cannot be written .there is no such folder.; give a file in an existing folder"),
         ("folder", {"a": X}, "path='.*folder.*' cannot be written .it is a folder."),
         ("a\0b", {"a": X}, r"path='.*a\\x00b.*' cannot be written .embedded null byte."),
         ("x" * 300, {"a": X}, "path='.*' cannot be written .*File name too long"),

@@ -8,11 +8,7 @@ import pytest
 
 import remat_jax as rj
 from benchmarks import predict_memory
-from benchmarks.predictor import (
-    Predictor,
-    compile_policies,
-    random_policies,
-)
+from benchmarks.predictor import Predictor, compile_policies, random_policies
 from remat_jax.hardware import target
 from tests.small_models import Stack
 from tests.workloads import mean_square, needs_gpu_compiler, struct

@@ -128,14 +128,8 @@ IN_FLAX: dict[str, tuple[Any, int | None]] = {
     "a bias of two": (lambda m: jax.nn.softmax(SCORES + jnp.where(m > 0, 0.0, -1e9)[:, None]), 1),
     "with a causal one": (lambda m: jax.nn.softmax(jnp.where(jnp.tril(m[:, None] & jnp.ones((5, 5), bool)), SCORES, -1e9)), 1),
     "in a loop": (lambda m: jax.lax.map(lambda row: jax.nn.softmax(jnp.where(row, SCORES[0], -jnp.inf)), m), 1),
-    "dot_product_attention": (
-        lambda m: jax.nn.dot_product_attention(heads(X), heads(X), heads(X), mask=m[:, None, None]),
-        1,
-    ),
-    "in both ways": (
-        lambda m: jax.nn.softmax(jnp.where(m, 0.0, -1e9)) + jax.nn.softmax(jnp.where(m, -1e9, 0.0)),
-        None,
-    ),
+    "dot_product_attention": (lambda m: jax.nn.dot_product_attention(heads(X), heads(X), heads(X), mask=m[:, None, None]), 1),
+    "in both ways": (lambda m: jax.nn.softmax(jnp.where(m, 0.0, -1e9)) + jax.nn.softmax(jnp.where(m, -1e9, 0.0)), None),
     "a weight": (lambda m: jax.nn.softmax(SCORES) * m[:, None], None),
 }
 

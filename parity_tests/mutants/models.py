@@ -43,8 +43,7 @@ DECODER = f"""
 """
 # A square output projection, norms of queries and keys, biases, tied embeddings, a padding token.
 LLAMA = dataclasses.replace(
-    test_llama.PORTS["qwen3"],
-    config=dataclasses.replace(test_llama.PORTS["qwen3"].config, head_dim=8, padding=0),
+    test_llama.PORTS["qwen3"], config=dataclasses.replace(test_llama.PORTS["qwen3"].config, head_dim=8, padding=0)
 )
 
 

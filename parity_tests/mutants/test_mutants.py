@@ -83,9 +83,7 @@ NORM = "model.layers.1.self_attn.{}_norm.weight -> params/layers_1/self_attn/{}_
 OUT = "decoder.layers.1.self_attn.out_proj.weight -> params/layers_1/self_attn/out_proj/kernel"
 
 MUTANTS: dict[str, list[Mutant]] = {
-    "a square kernel not transposed": [
-        Mutant("decoder", mapped(OUT), "decoder/layers/1/self_attn/out_proj"),
-    ],
+    "a square kernel not transposed": [Mutant("decoder", mapped(OUT), "decoder/layers/1/self_attn/out_proj")],
     "another epsilon": [Mutant("decoder", at("layers_1/norm2", fields(epsilon=1e-6)), "decoder/layers/1/norm2")],
     "the other GELU": [
         Mutant(
@@ -93,7 +91,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             at("layers_1/mlp", inside(nn, "gelu", other_gelu)),
             "transformer/h/1/mlp",
             note="it passes a different input 0 to 'layers_1/mlp/c_proj'",
-        ),
+        )
     ],
     "wrong padding": [
         Mutant("conv", at("stem", fields(padding="SAME")), "stem"),
@@ -105,11 +103,9 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "a copy in the place of a tie": [backward("gpt2", at("", inside(gpt2, "unembed", copied)), "transformer/wte", TIED)],
     "rotary pairs permuted": [
-        Mutant("llama", at("layers_1/self_attn", inside(llama, "rotate", interleaved)), "model/layers/1/self_attn"),
+        Mutant("llama", at("layers_1/self_attn", inside(llama, "rotate", interleaved)), "model/layers/1/self_attn")
     ],
-    "a sign flipped": [
-        backward("conv", at("blocks_0/conv2", FLIPPED), "blocks/0/conv2"),
-    ],
+    "a sign flipped": [backward("conv", at("blocks_0/conv2", FLIPPED), "blocks/0/conv2")],
     "a gradient doubled": [
         backward("conv", at("blocks_1/norm", DOUBLED), "blocks/1/norm"),
         backward("llama", at("layers_1/self_attn/k_norm", DOUBLED), "model/layers/1/self_attn/k_norm"),
@@ -156,9 +152,7 @@ MUTANTS: dict[str, list[Mutant]] = {
         backward("conv", given(loss=(mean_square, doubled_backwards)), "loss"),
     ],
     "a layer left out": [Mutant("decoder", at("layers_1", skipped), "decoder/layers/1")],
-    "an input detached": [
-        backward("llama", at("layers_0/mlp", detached), "model/layers/0/mlp", "gradient of input x"),
-    ],
+    "an input detached": [backward("llama", at("layers_0/mlp", detached), "model/layers/0/mlp", "gradient of input x")],
 }
 CASES = [pytest.param(mutant, id=f"{fault}, {mutant.model}") for fault, several in MUTANTS.items() for mutant in several]
 

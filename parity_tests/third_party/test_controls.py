@@ -9,14 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import pytest
 
-from parity_tests.third_party import (
-    checks,
-    test_bert,
-    test_llama,
-    test_qwen_image,
-    test_siglip,
-    test_wan,
-)
+from parity_tests.third_party import checks, test_bert, test_llama, test_qwen_image, test_siglip, test_wan
 from parity_tests.third_party import ports as p
 from parity_tests.third_party.ports import Case, Port
 
