@@ -41,14 +41,6 @@ def test_what_they_keep_and_execute(rows: dict[tuple[str, str], training.Row]) -
         assert off.matmuls < kept.matmuls == away.matmuls
 
 
-def test_a_form_that_is_off_or_learns_nothing_fails(rows: dict[tuple[str, str], training.Row]) -> None:
-    row = dataclasses.replace(rows["Flax", "off"], held_out=(1.0, 0.5), difference=0.0)
-    assert command.problems([row]) == []
-    assert command.problems([dataclasses.replace(row, difference=1e-9)]) == ["Flax off is 1.0e-09 off"]
-    assert command.problems([dataclasses.replace(row, difference=float("nan"))]) == ["Flax off is nan off"]
-    assert "the loss goes from 1.000 to 0.700 only" in command.problems([dataclasses.replace(row, held_out=(1.0, 0.7))])[0]
-
-
 def test_actions_follow_from_what_is_seen_and_told() -> None:
     (batch,) = batches(dataclasses.replace(SMALL, adaptive=True), 3, 32, 1)
     signs = [_sign(batch, row) for row in range(32)]
