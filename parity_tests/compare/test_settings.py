@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests.compare.cases import GPT2, LLAMA, QUICK
+from parity_tests.compare.cases import QUICK
 from parity_tests.small_pairs import Flax, finding, named
 from parity_tests.third_party import ports as p
-from parity_tests.third_party import test_bert
+from parity_tests.third_party.of_transformers import PORTS
 from parity_tests.third_party.ports import Port
 from remat_jax.parity import compare
 from remat_jax.parity.capture_flax import trace_step
@@ -223,7 +223,7 @@ def test_the_way_of_a_mask_in_pytorch(call: Any) -> None:
     assert torch.backends.mha.get_fastpath_enabled() == fast
 
 
-@pytest.mark.parametrize("port", [GPT2, test_bert.PORT, LLAMA], ids=["gpt2", "bert", "llama"])
+@pytest.mark.parametrize("port", [PORTS[name] for name in ("gpt2", "bert", "llama")], ids=["gpt2", "bert", "llama"])
 def test_ports_read_their_masks_as_transformers_does(port: Port) -> None:
     inputs = p.tensors(port.inputs, "float32")
     model = p.make_torch(port, "float32")

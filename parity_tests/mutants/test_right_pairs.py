@@ -12,7 +12,7 @@ from examples.models import linen, weights
 from examples.models import nnx as nnx_models
 from parity_tests import support as s
 from parity_tests.mutants import models as m
-from parity_tests.third_party import test_gemma, test_gpt2
+from parity_tests.third_party.of_transformers import PORTS
 from remat_jax.parity.case import Case
 from remat_jax.parity.runs import Runs
 from remat_jax.porting import Rules
@@ -36,9 +36,9 @@ RIGHT: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "decoder-nnx": (decoder_nnx, "off"),
     "conv-train-checkpoint": (m.conv, "checkpoint"),
     "conv-evaluation": (lambda: m.conv(train=False), "off"),
-    "gpt2-scan": (lambda: m.transformer(test_gpt2.PORT, scan=True), "checkpoint"),
+    "gpt2-scan": (lambda: m.transformer(PORTS["gpt2"], scan=True), "checkpoint"),
     "llama-train": (m.MODELS["llama"], "off"),
-    "gemma-scan": (lambda: m.transformer(test_gemma.PORT, scan=True), "off"),
+    "gemma-scan": (lambda: m.transformer(PORTS["gemma"], scan=True), "off"),
 }
 
 
