@@ -1,4 +1,4 @@
-"""The Flax counterparts: properties that the matrix of modes does not test."""
+"""The Flax counterparts compute what plain PyTorch computes in every mode; and properties that the matrix does not test."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from examples.models import nnx as nnx_models
 from examples.models import weights as w
 from examples.models.functions import cross_entropy
 from parity_tests import matrix
+from parity_tests import support as s
 from parity_tests.support import LAYERS, LIMIT, SIZES, data, is_matmul, make_torch, parameters, run, twin
 from remat_jax.cost.count import count
 from remat_jax.parity import float64_error
@@ -69,3 +70,28 @@ def test_nnx_grad_and_a_second_call_of_one_model_work() -> None:
     (first, gradients), (second, _) = step(model), step(model)
     grads = w.gradients_to_torch(w.nnx_tree(gradients), "ByteDecoder")
     assert first == second and float64_error(expected, grads)[0] <= LIMIT
+
+
+@pytest.mark.parametrize("case", matrix.RUN, ids=str)
+def test_outputs_gradients_and_an_adam_step_agree(case: matrix.Case) -> None:
+    assert matrix.problems(case, matrix.result(case)) == []
+
+
+# One case per mode, so that a fault shows under every policy.
+CONTROLS = [
+    matrix.Case("linen", "ByteDecoder", "scan", "off", "float64"),
+    matrix.Case("linen", "ByteDecoder", "unrolled", "checkpoint", "float32"),
+    matrix.Case("nnx", "DecoderStack", "unrolled", "offload", "float32"),
+]
+
+
+@pytest.mark.parametrize("case", CONTROLS, ids=str)
+@pytest.mark.parametrize("group", ["gradients", "after_adam"])
+def test_a_flipped_sign_of_any_tensor_and_a_missed_transpose_of_a_square_one_are_seen(group: str, case: matrix.Case) -> None:
+    result = matrix.result(case)
+    tensors = getattr(result, group)
+    square = [name for name in tensors if name.endswith("out_proj.weight")]
+    assert len(tensors) >= 24 and len(square) == s.LAYERS
+    for name, wrong_tensor in [*((name, -tensors[name]) for name in tensors), *((name, tensors[name].T) for name in square)]:
+        wrong = matrix.problems(case, result._replace(**{group: tensors | {name: wrong_tensor}}))
+        assert len(wrong) == 1 and wrong[0].startswith(f"{group}: {name} "), wrong
