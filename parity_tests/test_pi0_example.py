@@ -68,13 +68,3 @@ def test_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
     assert command.main(["--steps", "1", "--batch", "2"]) == status
     printed = capsys.readouterr().out
     assert "PyTorch" in printed and f"{training.FAITHFUL}: nested_container" in printed and "checkpoint: 6 checkp" in printed
-
-
-def test_pi05_trains_the_same() -> None:
-    """`--adaptive`: the time sets the expert's norms, and the state is in the prompt."""
-    config = dataclasses.replace(SMALL, adaptive=True)
-    data, held_out = batches(config, 0, 2, 2), batches(config, 1, 2, 1)[0]
-    plain = training.train_torch(config, "off", data, held_out)
-    row = training.train_jax(config, "offload", data, held_out)
-    assert row.losses == pytest.approx(plain.losses, rel=command.TOLERANCES["float64_step"].value)
-    assert row.device_bytes < plain.device_bytes

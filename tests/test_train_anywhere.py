@@ -7,7 +7,6 @@ import gc
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from remat_jax.errors import ArgumentError, PolicyError
 from remat_jax.memory.compile.options import OPTION
 from remat_jax.planning.model import Model
 from tests import plan_by_hand
+from tests.test_processes import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "train_anywhere.py"
@@ -86,12 +86,6 @@ def wait_for(holds: Callable[[], bool], children: list[subprocess.Popen[bytes]],
     while not holds():
         assert time.monotonic() < limit and all(child.poll() is None for child in children)
         time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def test_a_process_is_killed_and_the_losses_go_on_on_another_mesh(tmp_path: Path, in_a_hurry: dict[str, str]) -> None:

@@ -23,7 +23,8 @@ from examples.distributed.setting import Setting
 from tests.doc_pages import fenced
 from tests.planning_models import ROWS, WIDTH, Layer, Model
 from tests.small_models import assert_bit_equal
-from tests.test_train_anywhere import ROOT, SMALL, as_it_was, free_port, losses, started, wait_for
+from tests.test_processes import free_port
+from tests.test_train_anywhere import ROOT, SMALL, as_it_was, losses, started, wait_for
 
 __all__ = ["as_it_was"]  # a fixture for every test
 
