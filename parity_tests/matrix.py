@@ -24,7 +24,6 @@ from examples.models.functions import cross_entropy
 from parity_tests import support as s
 from remat_jax.cost.count import count
 from remat_jax.parity import float64_error, judge
-from remat_jax.parity.compiling import compile_options
 
 MODES = torch_ref.MODES  # the equivalent policies of `remat_jax`
 DTYPES = ("float64", "float32")
@@ -33,6 +32,7 @@ LEARNING_RATE = 1e-2
 # keys). With the default epsilon of 1e-8 this rounding would become steps: 1e-11 in float64, and as large as a real step
 # in float32.
 ADAM_EPSILON = 1e-4
+ADAM = optax.adam(LEARNING_RATE, eps=ADAM_EPSILON)
 
 
 @dataclass(frozen=True)
@@ -158,20 +158,9 @@ def jax_result(case: Case, step: Step, executable: Any) -> Result:
     gradients, output = executable(*step.arguments)
     torch_gradients = w.gradients_to_torch(step.tree(gradients[0]), case.model)
     before = w.gradients_to_torch(step.tree(step.arguments[0]), case.model)
-    after = s.on_one_vector(_adam_step(), torch_gradients, before) if before else {}
+    after = s.on_one_vector(s.first_step(ADAM), torch_gradients, before) if before else {}
     inputs = {"input": np.asarray(gradients[1])} if len(gradients) == 2 else {}
     return Result({"output": np.asarray(output)}, torch_gradients | inputs, after)
-
-
-@functools.cache
-def _adam_step() -> Callable[[Any, Any], Any]:
-    optimizer = optax.adam(LEARNING_RATE, eps=ADAM_EPSILON)
-
-    def step(gradients: Any, parameters: Any) -> Any:
-        updates, _ = optimizer.update(gradients, optimizer.init(parameters), parameters)
-        return optax.apply_updates(parameters, updates)
-
-    return jax.jit(step, compiler_options=compile_options("float64"))
 
 
 # Both.

@@ -20,13 +20,7 @@ from examples import pytorch
 
 # Under the model's own flags, gradient_checkpoint_forward wraps each sharded block; a policy applies inside it.
 FLAGS = torch_ref.MODES
-POLICIES = (
-    "off",
-    "full",
-    "offload_inputs",
-    "dots",
-    "offload: *ffn*:dot_general*; save: @dots",
-)
+POLICIES = ("off", "full", "offload_inputs", "dots", "offload: *ffn*:dot_general*; save: @dots")
 
 
 def modes() -> list[tuple[str, str, str]]:

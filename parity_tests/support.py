@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 import torch
 from flax import nnx
 
@@ -46,6 +47,17 @@ def quick(jitted: Any, *args: Any) -> Any:
 def run(function: Callable[..., Any], *args: Any) -> Any:
     """Compile `function` quickly and call it once."""
     return quick(jax.jit(function), *args)(*args)
+
+
+@functools.cache
+def first_step(optimizer: optax.GradientTransformation) -> Callable[[Any, Any], Any]:
+    """The optimizer's first step on a vector of gradients and one of parameters, compiled once for all tests."""
+
+    def step(gradients: Any, parameters: Any) -> Any:
+        updates, _ = optimizer.update(gradients, optimizer.init(parameters), parameters)
+        return optax.apply_updates(parameters, updates)
+
+    return jax.jit(step, compiler_options=compile_options("float64"))
 
 
 def on_one_vector(step: Callable[..., Any], *trees: Any) -> Any:

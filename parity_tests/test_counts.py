@@ -28,7 +28,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint_sequential, set_checkpoint_early_stop
 
 import remat_jax as rj
 import torch_ref
@@ -110,3 +110,14 @@ def test_early_stop_accounts_for_the_difference(mode: str, block: Callable[..., 
         "jax": matmuls(jax.grad(loss, (0, 1)), x, weights),
     }
     assert counts == ({name: expected[name] for name in counts} if mode != "off" else dict.fromkeys(counts, expected["off"]))
+
+
+@pytest.mark.parametrize(("segments", "again"), [(1, 0), (2, 2), (3, 2), (4, 3), (5, 4)])
+def test_pytorchs_checkpoint_sequential_runs_the_layers_again_that_ours_does(segments: int, again: int) -> None:
+    """Of five layers, all but the last segment's; tests/test_pytorch_style.py has the same numbers for JAX."""
+    layers = [torch.nn.Linear(4, 4) for _ in range(5)]
+    x = torch.ones(3, 4, requires_grad=True)
+    # Without early stop, so that a recomputed segment is counted in full.
+    with set_checkpoint_early_stop(False), torch_ref.count_calls(torch.nn.Linear) as calls:
+        checkpoint_sequential(layers, segments, x, use_reentrant=False).sum().backward()
+    assert [calls.per_module[layer] for layer in layers] == [2] * again + [1] * (5 - again)

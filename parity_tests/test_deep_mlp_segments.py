@@ -9,11 +9,10 @@ import pytest
 import torch
 from flax import nnx
 
-import torch_ref
 from examples import pytorch
-from examples.models import deep_mlp_linen, deep_mlp_nnx, deep_mlp_scan
+from examples.models import deep_mlp_nnx, deep_mlp_scan
 from examples.models import weights as w
-from examples.segments import jax_forms, torch_forms
+from examples.segments import jax_forms
 from examples.segments.setting import Setting
 from parity_tests.support import LIMIT, run
 from remat_jax import checkpoint_blocks
@@ -21,9 +20,6 @@ from remat_jax.parity import float64_error
 
 SMALL = Setting(num_layers=16, hidden_size=12, in_features=7, out_features=3, batch=20, rounds=1, depths=(4,), target=None)
 ACTIVATION, MASK = 20 * 12 * 4, 20 * 12
-
-
-# Bytes and executions.
 
 
 @pytest.mark.parametrize(("num_layers", "segments"), [(16, 4), (25, 5)])
@@ -59,22 +55,6 @@ def test_every_form_is_its_closed_form(form: str) -> None:
     assert jax_forms.matmul_count(SMALL, jax_form) == 3 * 16 - 1 + jax_form.recomputed
 
 
-# The same numbers.
-
-
-@pytest.fixture(scope="module")
-def expected() -> dict[str, np.ndarray]:
-    return torch_forms.gradients(SMALL, None)
-
-
-@forms
-def test_gradients_of_every_jax_form_are_pytorch_s(form: str, expected: dict[str, np.ndarray]) -> None:
-    grads = jax_forms.gradients(SMALL, jax_forms.forms(SMALL)[form], torch_forms.model_of(SMALL).state_dict())
-    assert float64_error(expected, grads)[0] <= LIMIT
-    wrong = grads | {"layers.3.weight": -grads["layers.3.weight"]}
-    assert float64_error(expected, wrong)[0] > 1e-3
-
-
 def test_folding_layers_and_unfolding_them_are_inverse() -> None:
     random = np.random.default_rng(0)
     tree = {"layers": {"linear": {"kernel": random.normal(size=(6, 2, 2))}}, "head": random.normal(size=2)}
@@ -83,14 +63,6 @@ def test_folding_layers_and_unfolding_them_are_inverse() -> None:
     assert jax.tree.all(jax.tree.map(np.array_equal, deep_mlp_scan.unfold_layers(folded), tree))
     with pytest.raises(ValueError, match="segments=4 does not divide the 6 hidden layers"):
         deep_mlp_scan.fold_layers(tree, 4)
-
-
-def test_the_scan_in_segments_is_the_linen_model() -> None:
-    model = deep_mlp_linen.DeepMLP(8, 5, 4, 3, scan=True)
-    x = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
-    params = model.init(jax.random.key(0), x)["params"]
-    folded = deep_mlp_scan.fold_layers(params, 2)
-    np.testing.assert_allclose(run(deep_mlp_scan.nested_scan, folded, x), model.apply({"params": params}, x), atol=1e-6)
 
 
 SIZES = {"num_layers": 6, "hidden_size": 7, "in_features": 5, "out_features": 3}
@@ -115,12 +87,3 @@ def test_its_gradients_are_pytorch_s(scan: bool, policy: str, segments: int | No
     applied = loss if policy == "off" else checkpoint_blocks(loss, {deep_mlp_nnx.MlpLayer: policy})
     gradients = w.gradients_to_torch(w.nnx_tree(run(jax.grad(applied), params)), "DeepMLP")
     assert float64_error(expected, gradients)[0] <= LIMIT
-
-
-def test_wrong_sizes_are_named() -> None:
-    with pytest.raises(torch_ref.InvalidArgumentError, match="num_layers is 1, expected at least 2"):
-        pytorch.DeepMLP(1)
-    with pytest.raises(ValueError, match="num_layers=2, expected at least 3"):
-        deep_mlp_nnx.DeepMLP(2, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="x has 4 features, expected in_features=5"):
-        deep_mlp_linen.DeepMLP(**SIZES).init(jax.random.key(0), jnp.ones((2, 4)))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,7 @@ from typer.testing import CliRunner
 
 from examples import demo
 from examples.demo import checks, driver, jax_rows, setting
-from examples.demo.outcome import Check, Evidence, Outcome
+from examples.demo.outcome import Evidence, Outcome
 from remat_jax.cli.app import app
 from remat_jax.report.tables import render
 
@@ -42,16 +40,6 @@ def row(evidence: list[Evidence], framework: str, mode: str) -> Evidence:
     return next(entry for entry in evidence if (entry.framework, entry.mode) == (framework, mode))
 
 
-def with_row(evidence: list[Evidence], framework: str, mode: str, **changes: object) -> list[Evidence]:
-    wanted = row(evidence, framework, mode)
-    return [dataclasses.replace(entry, **changes) if entry is wanted else entry for entry in evidence]
-
-
-def failing(evidence: list[Evidence], *which: Callable[[list[Evidence]], Check]) -> set[str]:
-    judgements = [check(evidence) for check in which] if which else checks.judged(evidence)
-    return {check.name.split(":")[0] for check in judgements if not check.holds}
-
-
 def test_the_rows_are_those_that_were_asked_for_and_hold(evidence: list[Evidence], outcome: Outcome) -> None:
     modes = ["off", "checkpoint", "offload"]
     assert [(r.framework, r.mode) for r in outcome.rows] == [
@@ -75,34 +63,6 @@ def test_json_and_tables_say_the_same(outcome: Outcome) -> None:
     assert "…" not in shown and setting.COMPOSED.split("; ")[0] in shown and "FAILS" not in shown
     text = " ".join(demo.reading(outcome))
     assert "checkpoint runs blocks 4 times in a step instead of 2" in text and "All 7 rows compute the same" in text
-
-
-# Planted faults.
-
-
-def test_losses_that_drift_or_do_not_fall_are_caught(evidence: list[Evidence]) -> None:
-    both = (checks.losses_agree, checks.losses_fall)
-    assert failing(evidence, *both) == set()
-    losses = row(evidence, "JAX Linen", "offload").losses
-    drifted = with_row(evidence, "JAX Linen", "offload", losses=(*losses[:-1], losses[-1] * (1 + 2e-5)))
-    assert failing(drifted, *both) == {"losses of the first 4 steps"}
-    stuck = [dataclasses.replace(entry, losses=(5.0,) * 4) for entry in evidence]
-    assert failing(stuck, *both) == {"training"}
-    lost = with_row(evidence, "JAX Linen", "off", losses=(*losses[:-1], math.nan))
-    assert failing(lost, *both) == {"training", "losses of the first 4 steps"}
-
-
-def test_host_memory_that_is_not_what_was_offered_is_caught(evidence: list[Evidence]) -> None:
-    def compiled(short_by: int) -> list[Evidence]:
-        return with_row(evidence, "JAX Linen", "offload", host_bytes=BLOCK_INPUTS - short_by)
-
-    assert failing(compiled(0), checks.host_bytes) == set()
-    assert failing(compiled(4)) == failing(compiled(-4), checks.host_bytes) == {"offload, compiled for the GPU"}
-
-
-def test_a_control_that_catches_nothing_fails(evidence: list[Evidence], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "flipped", lambda gradients, name: gradients)
-    assert failing(evidence) == {"control"}
 
 
 def test_planted_faults_end_the_command_with_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -137,13 +97,10 @@ def test_planted_faults_end_the_command_with_1(monkeypatch: pytest.MonkeyPatch, 
     assert "[6/6, " in result.stderr
 
 
-# The parts.
-
-
 def test_the_other_models_hold_and_the_gpu_keeps_what_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     small = dataclasses.replace(SMALL, models=("ToyModel",), target="h200")
     evidence, notes = driver.collect(small)
-    assert failing(evidence) == set()
+    assert all(check.holds for check in checks.judged(evidence))
     # A single sigmoid reads only its own input, which must then be on the device: the receipt says that offloading it frees
     # nothing.
     assert len(notes) == 1 and "frees no device memory" in notes[0] and "ToyModel, JAX Linen, offload" in notes[0]
@@ -151,16 +108,3 @@ def test_the_other_models_hold_and_the_gpu_keeps_what_is_offloaded(monkeypatch: 
     assert jax_row.host_bytes == jax_row.residual_host_bytes == 4 * 16 * 128 * 4
     assert [entry.block_executions for entry in evidence] == [1, 2, 2, 1, 2, 2]
     assert row(evidence, "JAX Linen", "off").peak_bytes["h200"] > 0
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"steps": 0}, "steps=0: expected at least 1"),
-        ({"models": ("Bytedecoder",)}, "expected one or more of ByteDecoder"),
-        ({"frameworks": ("Linen",)}, "frameworks=.*: expected one or more of JAX Linen, JAX NNX"),
-    ],
-)
-def test_wrong_settings_are_refused(wrong: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        demo.Setting(**wrong)

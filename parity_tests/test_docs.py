@@ -15,7 +15,9 @@ import pytest
 import torch
 from flax.traverse_util import unflatten_dict
 
+import benchmarks.public_reports.__main__  # noqa: F401 it collects the reports
 import remat_jax as rj
+from benchmarks.public_reports.report import REPORTS
 from examples import pytorch
 from examples.models import linen
 from examples.models.pi0 import Pi0
@@ -143,3 +145,10 @@ def test_the_guide_to_many_devices() -> None:
     names["initial_params"] = lambda: model.init(jax.random.key(0), batch)["params"]
     assert run((ROOT / "docs/distributed.md").read_text(), "distributed.md", names) == 9
     assert np.isfinite(names["value"]) and names["manager"].all_steps() == [3]
+
+
+def test_each_report_is_named_once_and_in_the_page() -> None:
+    names = [report.issue for report in REPORTS]
+    assert len(set(names)) == len(names) >= 40
+    text = (Path(__file__).parents[1] / "docs/notes/public_reports.md").read_text(encoding="utf-8")
+    assert all(f"[{name}]" in text for name in names)

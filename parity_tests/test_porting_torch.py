@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -118,27 +117,6 @@ def test_safetensors_of_pytorch_are_read_in_every_dtype(tmp_path: Path) -> None:
         porting.load(tmp_path / "b.safetensors")
     with pytest.raises(PortingError, match="several models: a.safetensors, b.safetensors; name one"):
         porting.load(tmp_path)
-
-
-class Attack:
-    """Runs code when its pickle is read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
-
-
-def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
-    attack, trace = tmp_path / "model.bin", tmp_path / "trace"
-    torch.save({"a": torch.zeros(1), "b": Attack(trace)}, attack)
-    with pytest.raises(PortingError, match=r"model.bin: refused, because reading it could run code"):
-        porting.load(attack)
-    (tmp_path / "raw.pt").write_bytes(pickle.dumps(Attack(trace), protocol=2))
-    with pytest.raises(PortingError, match=r"raw.pt: "):
-        porting.load(tmp_path / "raw.pt")
-    assert not trace.exists()
 
 
 def test_a_state_dict_inside_a_checkpoint_is_asked_for_by_its_key(tmp_path: Path) -> None:

@@ -3,6 +3,10 @@
 Products and bytes are counted in units of one layer, and both frameworks are held to the same closed form. `@dots`
 selects the six products of a layer: q/k/v in one (three times the layer's width), scores, values, output; and the two of the
 feed-forward network (four times and once the width). `@dots_with_no_batch_dims` leaves out scores and values.
+
+Bytes are those that the graph keeps between the passes. PyTorch: the storages that the graph holds, without parameters, but
+with an argument that the graph keeps. PyTorch's first block keeps the batch itself; a scan stacks a copy of the batch with the
+inputs of the other layers. JAX: the arrays that leave the forward pass for the backward pass, without parameters and batch.
 """
 
 from __future__ import annotations
@@ -15,17 +19,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 
 import remat_jax as rj
 import torch_ref
 from examples import pytorch
 from parity_tests import matrix
 from parity_tests import support as s
-from parity_tests import test_residual_bytes as kept
+from remat_jax.memory.residuals import kept_residuals
 
-STREAM = kept.STREAM
+BATCH, TIME, WIDTH, LAYERS, HEADS = 3, 64, 64, 4, 4
+SIZES = {"num_layers": LAYERS, "d_model": WIDTH, "nhead": HEADS}
+STREAM = BATCH * TIME * WIDTH * 4
 # Heads · time is the layer's width times time over a head's width: the scores are that many streams.
-SCORES = kept.SIZES["nhead"] * kept.TIME // kept.WIDTH
+SCORES = HEADS * TIME // WIDTH
+
+
+class Kept(NamedTuple):
+    """Bytes between the passes."""
+
+    device: int
+    host: int
 
 
 class Row(NamedTuple):
@@ -51,24 +65,42 @@ TABLE = {
     "save: @primitive:dot_general": Row(1 + 10 + SCORES, 0, 0),
 }
 SOME = ("dots_with_no_batch_dims", "offload: *ffn*:dot_general*; save: @dots", "offload: @dots, @inputs")
-CASES = [*((framework, policy) for framework in ("torch", "linen") for policy in TABLE), *(("nnx", policy) for policy in SOME)]
+CASES = [
+    *((framework, policy) for framework in ("torch", "linen") for policy in TABLE),
+    *(("nnx", policy) for policy in ("full", "offload_inputs", *SOME)),
+]
 
 
 @functools.cache
-def bytes_kept(framework: str, policy: str) -> kept.Kept:
+def job(framework: str, scan: bool = True) -> rj.Workload:
+    """The training loss of the stack, which is never allocated."""
+    make, block = s.MODULES[framework].DecoderStack, s.block_of("DecoderStack", framework)
+    x = jax.ShapeDtypeStruct((BATCH, TIME, WIDTH), jnp.float32)
+    if framework == "nnx":
+        model = nnx.eval_shape(lambda: make(**SIZES, scan=scan, rngs=nnx.Rngs(0)))
+        return rj.Workload.from_nnx(model, lambda m, x, y: s.mean_squared(m(x), y), (x, x), block)
+    model = make(**SIZES, scan=scan)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    return rj.Workload(lambda params, x, y: s.mean_squared(model.apply(params, x), y), params, (x, x), block)
+
+
+@functools.cache
+def bytes_kept(framework: str, policy: str, scan: bool = True) -> Kept:
     """Bytes that a training step of the stack keeps between the passes; the batch counts if PyTorch's first block keeps it."""
     if framework != "torch":
-        return kept.jax_kept("DecoderStack", framework, policy)
-    model = pytorch.DecoderStack(**kept.SIZES)
+        table = kept_residuals(job(framework, scan), policy)
+        return Kept(table.device_bytes, table.host_bytes)
+    model = pytorch.DecoderStack(**SIZES)
     with torch_ref.checkpoint_blocks(model, {pytorch.DecoderLayer: policy}):
-        x = torch.zeros(kept.BATCH, kept.TIME, kept.WIDTH, requires_grad=True)
+        x = torch.zeros(BATCH, TIME, WIDTH, requires_grad=True)
         saved = torch_ref.saved_for_backward(lambda x, y: s.mean_squared(model(x), y), x, x.detach())
-    return kept.Kept(saved.device_bytes + saved.input_bytes, saved.host_bytes)
+    return Kept(saved.device_bytes + saved.input_bytes, saved.host_bytes)
 
 
-def bytes_expected(policy: str) -> kept.Kept:
+def bytes_expected(policy: str) -> Kept:
+    """Outside the blocks the loss keeps the difference for the mean square."""
     device, host, _ = TABLE[policy]
-    return kept.Kept(kept.LAYERS * device * STREAM + kept.AROUND["DecoderStack"], kept.LAYERS * host * STREAM)
+    return Kept(LAYERS * device * STREAM + STREAM, LAYERS * host * STREAM)
 
 
 @functools.cache
@@ -93,6 +125,13 @@ def test_the_same_products_run_again_and_the_same_bytes_are_kept(framework: str,
     assert bytes_kept(framework, policy) == bytes_expected(policy)
 
 
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize(("policy", "batch"), [("full", STREAM), ("offload_inputs", 0)])
+def test_unrolled_layers_keep_the_same_but_for_a_copy_of_the_batch(policy: str, batch: int, framework: str) -> None:
+    device, host = bytes_kept("torch", policy)
+    assert bytes_kept(framework, policy, scan=False) == Kept(device - batch, host)
+
+
 # The policies of the modes are in the matrix; PyTorch's gradients under every policy in `reference/test_selective.py`.
 JAX_CASES = [
     *(("linen", "ByteDecoder", "scan", policy) for policy in (*SOME, "recompute: *self_attn*; save: @dots")),
@@ -115,15 +154,15 @@ def test_jax_s_gradients_are_plain_pytorch_s(framework: str, kind: str, layers: 
 
 def test_everything_saves_what_is_computed_in_pytorch_and_what_backward_reads_in_jax() -> None:
     torch_side, jax_side = (bytes_kept(side, "everything") for side in ("torch", "linen"))
-    plain = kept.jax_kept("DecoderStack", "linen", "off")
+    plain = bytes_kept("linen", "off")
     assert jax_side.device == plain.device < torch_side.device
     # Five copies into another layout, q/k/v as a product and as a sum, the scaled queries, scores and softmax, the mixed
     # values, the output, the hidden units before and after the ReLU, the last product, two sums, two norms with their means
     # and deviations (one number for each row of WIDTH). A layer's output is the next layer's input, so besides these there are
     # only the batch and the loss's arrays.
     streams = 5 + 3 + 3 + 1 + 2 * SCORES + 1 + 1 + 4 + 4 + 1 + 2 + 2
-    norms = 4 * STREAM // kept.WIDTH
-    assert torch_side == kept.Kept(kept.LAYERS * (streams * STREAM + norms) + 2 * STREAM, 0)
+    norms = 4 * STREAM // WIDTH
+    assert torch_side == Kept(LAYERS * (streams * STREAM + norms) + 2 * STREAM, 0)
     assert products("torch", "everything") == products("linen", "everything") == s.LAYERS * 18 + 3
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from examples.models import linen
 from examples.models import weights as w
 from parity_tests import support as s
 from parity_tests.sharded_rank import modes
+from tests.test_processes import free_port
 
 KIND, RANKS = "ByteDecoder", 2
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,9 +48,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def started(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Run the ranks as processes, which end with the tests."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
+    port = str(free_port())
     children: list[subprocess.Popen[bytes]] = []
     with (folder / "log").open("wb") as log:
         try:

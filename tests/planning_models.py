@@ -36,10 +36,7 @@ class Model(nn.Module):
                 x = Layer(name=f"layers_{index}")(x)
             return x
         scan = nn.scan(
-            lambda layer, x, _: (layer(x), None),
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            length=self.layers,
+            lambda layer, x, _: (layer(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
         )
         return scan(Layer(name="layers"), x, None)[0]
 

@@ -74,10 +74,7 @@ class Stack(nn.Module):
                 x = self.block(name=f"layer_{index}")(x)
             return x
         scan = nn.scan(
-            lambda block, x, _: (block(x), None),
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            length=self.layers,
+            lambda block, x, _: (block(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
         )
         return scan(self.block(name="layers"), x, None)[0]
 

@@ -136,8 +136,7 @@ def test_without_a_count_and_with_a_fault_there_is_no_figure(monkeypatch, on_the
     (tmp_path / "falls.py").write_text(lower)
     monkeypatch.setattr(devices, "CHILD", tmp_path / "falls.py")
     with pytest.raises(
-        CompileError,
-        match=r"running on target='attached': the device refused .*compiling used more device memory .1000 bytes",
+        CompileError, match=r"running on target='attached': the device refused .*compiling used more device memory .1000 bytes"
     ):
         devices.measured_peak(exported, 60)
     monkeypatch.undo()

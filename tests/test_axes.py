@@ -20,12 +20,7 @@ def convolved(x, kernel, **options):
 
 def pooled(x, window=(1, 2, 1, 1), strides=(1, 2, 1, 1), padding=((0, 0),) * 4):
     return lax.reduce_window_max_p.bind(
-        x,
-        window_dimensions=window,
-        window_strides=strides,
-        padding=padding,
-        base_dilation=(1,) * 4,
-        window_dilation=(1,) * 4,
+        x, window_dimensions=window, window_strides=strides, padding=padding, base_dilation=(1,) * 4, window_dilation=(1,) * 4
     )
 
 

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -19,7 +18,8 @@ from remat_jax.errors import NoEffectError, UnsupportedError
 from remat_jax.memory.hlo.live import module_path
 from remat_jax.memory.measure import measure_many
 from tests.gpu_text import compile_for_h200
-from tests.small_models import Linear, Mlp, Stack, assert_same, block_by_hand, equations, make_loss, to_host, values
+from tests.small_models import Mlp, assert_same, block_by_hand, equations, make_loss, to_host, values
+from tests.workloads import perceptrons
 
 
 def test_offloaded_layers_and_their_neighbours_are_linked() -> None:
@@ -48,19 +48,11 @@ def test_scanned_layers_are_on_the_host_where_their_policy_says() -> None:
     assert to_host(jax.grad(fn), params, x) == [x.shape]
 
 
-class Wide(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return x + Linear(256)(jnp.tanh(Linear(512)(x)))
-
-
 def test_cutting_a_scan_copies_no_parameters_on_a_gpu() -> None:
-    model, x = Stack(Wide, 6, scanned=True), jax.ShapeDtypeStruct((8, 256), jnp.float32)
-    params = jax.eval_shape(model.init, jax.random.key(0), x)
-    job = rj.Workload(lambda params, x: jnp.sum(model.apply(params, x)), params, (x,), blocks=Wide, optimizer=optax.sgd(0.1))
+    job = perceptrons(8, 256, scanned=True, optimizer=optax.sgd(0.1))
     whole, cut = measure_many(job, ("full", "4 x offload_inputs | 2 x dots"), "h200")
     kept = cut.residual_device_bytes - whole.residual_device_bytes
-    size = sum(4 * leaf.size for leaf in jax.tree.leaves(params))
+    size = sum(4 * leaf.size for leaf in jax.tree.leaves(job.params))
     assert size > 20 * abs(kept)
     # As slices, the arrays of the offloading layers would exist twice.
     assert cut.temp_bytes - whole.temp_bytes - kept < size / 10

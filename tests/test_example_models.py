@@ -9,12 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import remat_jax as rj
 from examples import text
-from examples.models import linen, lora, moe
-from examples.models import nnx as nnx_models
+from examples.models import lora, moe
 from examples.models import weights as w
 from examples.models.diffusion import FeedForward, long_attention, plain_norm, time_features
 from examples.models.functions import cross_entropy
@@ -37,15 +35,6 @@ def test_cross_entropy_keeps_one_array_of_the_logits_size() -> None:
     logits, targets = jnp.ones((4, 6, 32)), jnp.zeros((4, 6), jnp.int32)
     _, pullback = jax.vjp(lambda logits: cross_entropy(logits, targets), logits)
     assert sorted(leaf.size for leaf in jax.tree.leaves(pullback))[-2:] == [24, 24 * 32]
-
-
-def test_heads_that_do_not_divide_the_width_are_named() -> None:
-    for call in (
-        lambda: nnx_models.DecoderLayer(16, 5, rngs=nnx.Rngs(0)),
-        lambda: linen.DecoderLayer(16, 5).init(jax.random.key(0), jnp.ones((1, 2, 16))),
-    ):
-        with pytest.raises(ValueError, match="nhead=5 does not divide d_model=16"):
-            call()
 
 
 def test_batches_are_real_text_and_follow_their_seed() -> None:

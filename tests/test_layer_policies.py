@@ -145,10 +145,7 @@ RUN = {"layers": 1, "policy": FULL.to_dict()}
             [{"version": 2}, {"version": True}, {"more": 1}, {"runs": []}, {"runs": [{"layers": 1}]}]
             + [{"runs": [RUN | wrong]} for wrong in ({"layers": "1"}, {"policy": {}})],
         ),
-        (
-            "3 x full || 1 x full | 1 x dots",
-            [{"version": 1}, {"cuts": [6]}, {"cuts": [True]}, {"cuts": "4"}, {"cuts": None}],
-        ),
+        ("3 x full || 1 x full | 1 x dots", [{"version": 1}, {"cuts": [6]}, {"cuts": [True]}, {"cuts": "4"}, {"cuts": None}]),
         (
             "4 × full in groups of 2",
             [{"version": 1}, {"version": 2}, {"groups": None}, {"groups": [[0]]}, {"groups": [[0, 9]]}, {"groups": ["02"]}],

@@ -106,10 +106,7 @@ def test_the_limit_is_the_one_that_xla_says(tmp_path: Path) -> None:
     asked = {"key": "off", "path": str(path), "donated": [], "mesh": [], "compiler_options": options}
     backend = backend_of(H200)
     request = {"programs": [asked], "topology": backend.topology(H200), "folder": str(tmp_path)}
-    environment = backend.environment(H200) | {
-        "TF_CPP_MIN_LOG_LEVEL": "0",
-        "TF_CPP_VMODULE": "hlo_rematerialization=1",
-    }
+    environment = backend.environment(H200) | {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "hlo_rematerialization=1"}
     command = [sys.executable, "-P", str(compiler.CHILD)]
     given = json.dumps(request | {"parent": os.getpid(), "idle_seconds": 60.0})
     done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True, timeout=300, check=True)

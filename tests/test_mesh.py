@@ -66,8 +66,7 @@ def test_the_target_has_as_many_devices_as_the_mesh():
     divided = mlp(mesh={"data": 4, "fsdp": 2}, shardings=(P(),))
     for ask in (rj.measure, lambda job, policy, name: rj.plan(job, "1GiB", name)):
         with pytest.raises(
-            ArgumentError,
-            match=r"'4xcpu' has 4 devices, but the mesh of 'loss' \(data=4,fsdp=2\) has 8.*such as '8xcpu' in",
+            ArgumentError, match=r"'4xcpu' has 4 devices, but the mesh of 'loss' \(data=4,fsdp=2\) has 8.*such as '8xcpu' in"
         ):
             ask(divided, "full", "4xcpu")
         with pytest.raises(UnsupportedError, match="'2xcpu' has 2 devices, but 'loss' has no mesh"):

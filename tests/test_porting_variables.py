@@ -173,10 +173,7 @@ def test_words_of_both_names_become_placeholders() -> None:
 
 def test_what_is_transformed_otherwise_comes_first() -> None:
     lines = [*weights("attn.query", "attn.key"), *weights("attn.rotary", steps="")]
-    assert compressed(lines) == [
-        *weights("attn.rotary", steps=""),
-        "attn.{name}.weight -> params/attn/{name}/kernel | linear",
-    ]
+    assert compressed(lines) == [*weights("attn.rotary", steps=""), "attn.{name}.weight -> params/attn/{name}/kernel | linear"]
 
 
 def test_no_placeholder_takes_a_tensor_that_has_no_place() -> None:

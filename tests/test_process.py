@@ -65,10 +65,7 @@ def other_child(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, script:
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (
-            "import os; os.abort()",
-            r"SIGABRT at policy='full'. Its output: .*. Either the compiler reached a memory limit",
-        ),
+        ("import os; os.abort()", r"SIGABRT at policy='full'. Its output: .*. Either the compiler reached a memory limit"),
         (
             "import os; os.kill(os.getpid(), 9)",
             r"SIGKILL at policy='full'. Its output: none. The process ran out of memory, or another process killed it",

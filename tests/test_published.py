@@ -1,16 +1,23 @@
-"""The published steps: a small one is compiled, and a miss is a failure."""
+"""Benchmarks of published models: a small one is compiled and planned, sizes and operations are the published ones."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
+import remat_jax as rj
 from benchmarks.published.__main__ import row
 from benchmarks.published.cases import CASES, Case
 from benchmarks.published.model import Shape, workload
 from benchmarks.published.tpu_cases import GPT3_175B, LLAMA31_8B, LLAMA31_70B, fsdp, maxtext_2023, operations
+from benchmarks.true_shapes import __main__ as command
+from benchmarks.true_shapes import cases, claims, rows
+from tests import plan_models
 
 SMALL = Shape(2, 256, 512, 2, 1024, kv_heads=1)
 
@@ -21,14 +28,6 @@ def test_a_small_step_is_compiled_for_its_gpus() -> None:
     policy = CASES[0].policy
     divided = row(Case("small", SMALL, 2, 256, "8xh100", policy, 1.0, "", "", mesh={"data": 1, "fsdp": 8}))
     assert 1e-2 > divided.seconds > divided.compute > 0, "parameters are gathered"
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_decoder_has_the_parameters_of_its_shape(tied: bool) -> None:
-    shape = dataclasses.replace(SMALL, tied=tied)
-    count = sum(leaf.size for leaf in jax.tree.leaves(workload(shape, 1, 128).params))
-    attention, feed_forward = 256 * 256 * 2 + 256 * 128 * 2, 3 * 256 * 512
-    assert count == 2 * (attention + feed_forward + 2 * 256) + (1 if tied else 2) * 1024 * 256 + 256
 
 
 @pytest.mark.parametrize(
@@ -70,3 +69,29 @@ def test_a_layer_recomputed_as_a_whole_has_its_last_product_again() -> None:
         return str(jax.make_jaxpr(step.function)(*step.arguments)).count("dot_general[")
 
     assert products(True) == products(False) + SMALL.layers
+
+
+# Plans of published models.
+
+
+def test_a_small_model_through_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    job = plan_models.job(scanned=True)
+    least, most = (rj.measure(job, policy).device_bytes for policy in ("full", "off"))
+    budget = (least + most) // 2
+    monkeypatch.setattr(command, "CASES", {"mlp": cases.Case(lambda: job, "all")})
+    monkeypatch.setattr(command, "provenance", lambda: {"commit": "a", "versions": {"jax": "1"}})
+    targets = ["--targets", f"cpu={budget}+0", "--output", str(tmp_path), "--only", "mlp"]
+    status = command.main([*targets, "--policies", "full", "off", "plan"])
+    by_policy = {row["policy"]: row for row in json.loads((tmp_path / "true_shapes.json").read_text())["rows"]}
+    assert status == 0 and "All claims hold, of 1 plan among 3 rows." in capsys.readouterr().out
+    assert (by_policy["full"]["device_bytes"], by_policy["off"]["device_bytes"]) == (least, most)
+    assert least < by_policy["plan"]["device_bytes"] <= budget < most
+    assert by_policy["plan"]["estimated_seconds"] < by_policy["plan"]["named_seconds"]["full"]
+    assert by_policy["plan"]["trained"] == "all" and by_policy["plan"]["layers"]
+
+
+def test_where_nothing_fits_the_row_says_what_is_the_least_and_what_takes_it() -> None:
+    job = plan_models.job(scanned=True)
+    row = rows.row(job, "plan", rows.Card("cpu", 10**6))
+    assert row["infeasible"] > 10**6 and sum(row["held_by"].values()) == row["infeasible"]
+    assert "parameters" in row["held_by"] and not claims.fits(row)

@@ -1,80 +1,32 @@
-"""Number formats, tables and pictures of `remat_jax.report`."""
+"""Number formats, tables and pictures of `remat_jax.report`; tables on a narrow terminal."""
 
 from __future__ import annotations
 
 import io
 import math
+import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
-from examples.pictures import demo_pictures, memory_picture, mode_label, time_picture, trade_off_picture
+from examples.pictures import demo_pictures, time_picture
+from remat_jax.cli import output
+from remat_jax.cli.app import app
+from remat_jax.diagnosis import Diagnosis, Finding
+from remat_jax.planning.batches import BatchRow, BatchTable
+from remat_jax.planning.explain import beyond_table, named_table, plan_table
+from remat_jax.planning.plan_data import Beyond, Point
+from remat_jax.policy import NAMED
 from remat_jax.report import format_bytes, format_error, format_ratio, table
-from remat_jax.report.svg import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
+from remat_jax.report.tables import render
+from tests.plan_by_hand import plan
 
 MIB = 2**20
-
-
-def row(framework, mode, device, host=0, peaks=(None, None, None), time=1.0, model="decoder"):
-    def scaled(mib):
-        return None if mib is None else int(mib * MIB)
-
-    return {
-        "framework": framework,
-        "model": model,
-        "mode": mode,
-        "loss": 2.31,
-        "grad_error": 3e-16,
-        "block_executions": 12,
-        "residual_device_bytes": scaled(device),
-        "residual_host_bytes": scaled(host),
-        "peak_bytes": dict(zip(("torch", "cpu", "h200"), map(scaled, peaks), strict=True)),
-        "relative_time": time,
-    }
-
-
-ROWS = [
-    row("PyTorch", "off", 122, peaks=(190, None, None)),
-    row("PyTorch", "checkpoint", 14, peaks=(81, None, None), time=1.29),
-    row("PyTorch", "offload", 0, 14, peaks=(70, None, None), time=1.41),
-    row("JAX Linen", "off", 230.5, peaks=(None, 310, 280)),
-    row("JAX Linen", "checkpoint", 14, peaks=(None, 91, 77), time=1.31),
-    row("JAX Linen", "offload", 0, 14, peaks=(None, 91, 64), time=1.33),
-    row("JAX Linen", "dots", 118, peaks=(None, 201, 184), time=1.09),
-    row("JAX Linen", "offload_dot_with_no_batch_dims", 14, 104, peaks=(None, 201, 88), time=1.19),
-    row("JAX Linen", "save: *ffn/up*; offload: *attn/q*; recompute: *", 44, 20, peaks=(None, None, 108), time=None),
-    row("JAX NNX", "off", 230.5, peaks=(None, 310, 280)),
-    row("JAX NNX", "checkpoint", 14, peaks=(None, 91, 77), time=1.33),
-    row("JAX NNX", "offload", None, None, peaks=(None, 91, 64), time=1.35),
-    row("JAX NNX", "dots", 118, peaks=(None, 201, 184), time=1.11),
-]
-
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def root(picture):
-    return ElementTree.fromstring(picture.svg())
-
-
-def says(picture):
-    """The tooltips of bars and marks, in the order of drawing."""
-    return [title.text for title in root(picture).iter(f"{SVG}title")]
-
-
-def texts(picture, **attributes):
-    """The texts with the given attributes, in the order of drawing."""
-    wanted = {name.replace("_", "-"): value for name, value in attributes.items()}
-    return [element.text for element in root(picture).iter(f"{SVG}text") if wanted.items() <= element.attrib.items()]
-
-
-def bars(picture, colour):
-    """(x, width) of the bars of one colour, from top to bottom, without the legend's."""
-    rects = [element.attrib for element in root(picture).iter(f"{SVG}rect") if element.get("fill") == colour]
-    return [(float(rect["x"]), float(rect["width"])) for rect in rects if rect["height"] != "12.00"]
 
 
 # --- numbers
@@ -135,13 +87,26 @@ def test_rows_and_formats_must_fit_the_columns():
 # --- pictures
 
 
+def row(framework, mode, device, host, peaks, time):
+    bytes_of = {"residual_device_bytes": device * MIB, "residual_host_bytes": host * MIB, "peak_bytes": peaks}
+    about = {"framework": framework, "model": "decoder", "mode": mode, "loss": 2.31, "grad_error": 3e-16}
+    return {**about, **bytes_of, "block_executions": 12, "relative_time": time}
+
+
+ROWS = [
+    row("PyTorch", "off", 122, 0, {"torch": 190 * MIB, "cpu": None, "h200": None}, 1.0),
+    row("JAX Linen", "offload", 0, 14, {"torch": None, "cpu": 91 * MIB, "h200": 64 * MIB}, 1.33),
+    row("JAX Linen", "save: *ffn/up*; recompute: *", 44, 20, None, None),
+]
+
+
 def test_every_picture_is_written_as_svg_and_the_same_rows_give_the_same_files(tmp_path):
     first, second = ([Path(path) for path in demo_pictures(ROWS, tmp_path / "new" / name)] for name in ("a", "b"))
     assert [path.name for path in first] == ["memory.svg", "time.svg", "trade_off.svg"]
     assert {*first, *second} == {*(tmp_path / "new").glob("*/*")}
     for path, same in zip(first, second, strict=True):
         drawn = ElementTree.parse(path).getroot()
-        assert drawn.tag == f"{SVG}svg" and drawn.get("width") == "1000" and len(list(drawn.iter())) > 60
+        assert drawn.tag == "{http://www.w3.org/2000/svg}svg" and drawn.get("width") == "1000" and len(list(drawn.iter())) > 20
         assert path.read_bytes() == same.read_bytes()
 
 
@@ -151,80 +116,85 @@ def test_another_ending_is_an_error_that_names_svg(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_each_model_has_pictures_of_its_own(tmp_path):
-    rows = [row("PyTorch", "off", 100, model="decoder"), row("PyTorch", "off", 1, model="Toy model/2")]
-    names = [Path(path).name for path in demo_pictures(rows, tmp_path)]
-    assert names[0] == "memory-decoder.svg" and names[3] == "memory-toy-model-2.svg" and len(set(names)) == 6
+# --- tables on a narrow terminal: no word is broken, columns are left out, and the caption names them
 
 
-def test_residual_bars_stack_host_on_device():
-    picture = memory_picture(ROWS)
-    device = [float(text.rsplit(": ")[-1].split()[0]) for text in says(picture) if text.endswith("on the device")]
-    host = [float(text.rsplit(": ")[-1].split()[0]) for text in says(picture) if text.endswith("on the host")]
-    assert device == [122, 14, 230.5, 14, 118, 14, 44, 230.5, 14, 118] and host == [14, 14, 104, 20]
-    on_device, on_host = bars(picture, BLUE), bars(picture, SKY)
-    start, scale = on_device[0][0], on_device[0][1] / 122
-    assert [width for _, width in on_device] == pytest.approx([scale * size for size in device], abs=0.01)
-    assert [x for x, _ in on_host] == pytest.approx([start + scale * before for before in (0, 0, 14, 44)], abs=0.02)
-    assert picture.svg().count('class="hatch"') == 4 + 1 and "kept for the backward pass, MiB" in texts(picture)
+PLAN = plan(
+    assumed_rates=("flops",),
+    named=tuple(Point(name, 2**30 * at, 2**28, 0.01 * (at + 1), True, timed=True) for at, name in enumerate(NAMED)),
+)
 
 
-def test_peaks_have_a_bar_for_each_value_and_a_note_for_each_gap():
-    picture = memory_picture(ROWS)
-    for colour, sizes in (
-        (VERMILLION, [190, 81, 70]),
-        (ORANGE, [310, 91, 91, 201, 201, 310, 91, 91, 201]),
-        (GREEN, [280, 77, 64, 184, 88, 108, 280, 77, 64, 184]),
-    ):
-        scale = bars(picture, VERMILLION)[0][1] / 190
-        assert [width for _, width in bars(picture, colour)] == pytest.approx([scale * size for size in sizes], abs=0.02)
-    # PyTorch has no compiled peak, which is no gap. Gaps are the policy without a CPU peak and the NNX row without residuals.
-    assert texts(picture, font_style="italic") == ["n/a", "n/a"]
-
-
-def test_times_have_value_labels_and_missing_ones_no_bar():
-    picture = time_picture(ROWS)
-    widths = [width for colour in (VERMILLION, BLUE, GREEN) for _, width in bars(picture, colour)]
-    times = [r["relative_time"] for r in ROWS if r["relative_time"] is not None]
-    assert len(widths) == 12 and [width / widths[0] for width in widths] == pytest.approx(times, abs=1e-3)
-    notes = texts(picture, font_size="11")
-    assert notes == [format_ratio(r["relative_time"]) for r in ROWS] and notes[8] == "n/a" and notes[1] == "1.29×"
-    # Bars start at zero, so that lengths can be compared; the dashed line at 1 is visible however short the bars.
-    short = time_picture([row("JAX", "a", 1, time=0.5)])
-    ((start, width),) = bars(short, PURPLE)
-    dashed = next(path for path in root(short).iter(f"{SVG}path") if path.get("stroke-dasharray"))
-    assert float(dashed.get("d").split()[0][1:]) == pytest.approx(start + 2 * width, abs=0.02) and start + 2 * width < 1000
-
-
-def test_trade_off_draws_the_measured_points_only():
-    picture = trade_off_picture(ROWS)
-    torch, linen = says(picture)[:3], says(picture)[3:6]
-    assert torch == ["off: 1, 122", "checkpoint: 1.29, 14", "offload: 1.41, 0"]
-    assert linen == ["off: 1, 230.5", "dots: 1.09, 118", "offload_dot_with_no_batch_dims: 1.19, 14"]
-    assert texts(picture, font_size="12").count("checkpoint") == 3
-    assert f"Not measured, so not drawn: JAX Linen {mode_label(ROWS[8])}, JAX NNX offload" in texts(picture)
-
-
-def test_nothing_measured_is_drawn_as_nothing(tmp_path):
-    nothing = row("PyTorch", "off", None, None, time=None)
-    rows = [nothing, {**nothing, "framework": "JAX", "peak_bytes": None}]
-    picture = memory_picture(rows)
-    assert says(picture) == [] and texts(picture, font_style="italic") == ["n/a"] * 4
-    assert [Path(path).name for path in demo_pictures(rows, tmp_path)] == ["memory.svg", "time.svg"]
+def cells(text: str) -> list[list[str]]:
+    """The rows of a printed table; a cell over several lines is joined."""
+    rows, row = [], None
+    for line in text.splitlines():
+        if line[:1] == "│":
+            parts = [part.strip() for part in line.strip("│").split("│")]
+            if row is None or parts[0]:
+                rows.append(row := [[] for _ in parts])
+            for cell, part in zip(row, parts, strict=True):
+                cell += part.split()
+    return [[" ".join(cell) for cell in row] for row in rows]
 
 
 @pytest.mark.parametrize(
-    ("rows", "error", "message"),
-    [
-        ([], ValueError, r"rows is empty: expected at least one row"),
-        ([ROWS[0], {"framework": "x"}], ValueError, r"rows\[1\] lacks model, mode, .*: give them, as None where"),
-        ([{**ROWS[0], "peak_bytes": {"a100": 1}}], ValueError, r"rows\[0\]\['peak_bytes'\] has \['a100'\]: expected"),
-        ([{**ROWS[0], "relative_time": math.nan}], ValueError, r"rows\[0\]\['relative_time'\]=nan: expected a ratio"),
-        ([{**ROWS[0], "relative_time": 0}], ValueError, r"rows\[0\]\['relative_time'\]=0: expected a ratio above 0"),
-        ([("PyTorch", "off")], TypeError, r"rows\[0\] is a tuple: expected a mapping or a dataclass instance"),
-    ],
+    ("width", "left_out"),
+    [(120, ""), (80, "memory, time, over keeping everything."), (60, "memory, host, step, time, over keeping everything.")],
 )
-def test_rows_that_cannot_be_drawn(rows, error, message, tmp_path):
-    with pytest.raises(error, match=message):
-        demo_pictures(rows, tmp_path / "pictures")
-    assert not (tmp_path / "pictures").exists()
+def test_the_named_policies_keep_their_names_and_verdicts(width: int, left_out: str) -> None:
+    text = render(named_table(PLAN), width)
+    assert max(map(len, text.splitlines())) <= width
+    rows = cells(text)
+    assert {row[0] for row in rows} == {"this plan", *NAMED} and {row[-1] for row in rows} == {"fits", "too large"}
+    assert {row[1] for row in rows} >= {"1.0 GiB", "6.0 GiB"}
+    caption = " ".join(text.partition("┘")[2].split())
+    assert caption == (f"Left out for lack of room: {left_out}" if left_out else "")
+    if width > 60:
+        assert {row[4 if width > 80 else 3] for row in rows} >= {"8.5 ms to 14 ms", "51 ms to 81 ms"}
+
+
+FLAG = "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator"
+BEYOND = plan(assumed_rates=("flops",), beyond=(Beyond("micro_batches", 2**30, 0.012), Beyond("head_in_chunks", 2**30, 0.013)))
+FINDING = Finding("miscompiled_offload", "offload_dot_with_no_batch_dims", "train.py:1 (f)", "it is wrong", f"Use {FLAG}")
+BATCHES = BatchTable(tuple(BatchRow(size, PLAN, 2**29) for size in (1024, 2048)), "h200", 2**30)
+
+
+TABLES = {
+    "policies": lambda width: of_command("policies", width),
+    "targets": lambda width: of_command("targets", width),
+    "plan": lambda width: render(plan_table(PLAN), width),
+    "changes": lambda width: render(beyond_table(BEYOND), width),
+    "batches": lambda width: render(BATCHES, width),
+    "doctor": lambda width: render(Diagnosis("job", "offload_dot_with_no_batch_dims", "h200", (FINDING,), 1), width),
+}
+
+
+@pytest.mark.parametrize("width", [80, 60])
+@pytest.mark.parametrize("shown", TABLES.values(), ids=TABLES)
+def test_no_table_breaks_a_word(shown: Any, width: int) -> None:
+    narrow, letters = shown(width), r"[^\s│┃━─┏┓┗┛┡┩└┘┳┻╇┴┬]+"
+    assert max(map(len, narrow.splitlines())) <= width and "…" not in narrow.replace("allow=…", "")
+    words = {word.rstrip(".,") for word in re.findall(letters, f"{shown(300)} Left out for lack of room:")}
+    assert {word.rstrip(".,") for word in re.findall(letters, narrow)} - words == set(), narrow
+
+
+def of_command(command: str, width: int) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output, "_WIDTH_WITHOUT_TERMINAL", width)
+        return CliRunner().invoke(app, [command]).stdout
+
+
+def test_a_word_wider_than_the_terminal_is_broken_after_a_separator() -> None:
+    name = "decoder/layers/self_attention/query_projection:dot_general#0"
+    rows = render(table("", ["residual", "size"], [[name, 12]]), 41)
+    assert [line.split("│")[1].strip() for line in rows.splitlines() if line[0] == "│"] == [
+        "decoder/layers/self_attention/",
+        "query_projection:dot_general#0",
+    ]
+
+
+def test_a_title_that_fits_the_terminal_is_in_one_line() -> None:
+    title = "On the device at the peak: 4.5 GiB"
+    lines = render(table(title, ("module", "bytes"), [("up", "4.2 GiB")])).splitlines()
+    assert lines[0].strip() == title and len(lines[1]) == len(title)

@@ -15,7 +15,6 @@ from examples.models.rules import pi0 as pi0_rules
 from examples.models.rules import qwen_image as qwen_image_rules
 from examples.models.rules import wan as wan_rules
 from remat_jax import porting
-from remat_jax.errors import PortingError
 from remat_jax.porting.variables import Variables
 
 # All sizes differ, so that no two axes can be confused.
@@ -112,19 +111,3 @@ def test_a_checkpoint_keeps_paligemmas_embedding_under_either_name() -> None:
         kept = {each: tensor for each, tensor in tensors.items() if each != name}
         back = porting.from_torch(kept, shapes("pi0", True), rules)
         assert all(map(np.array_equal, jax.tree.leaves(back), jax.tree.leaves(variables)))
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_unknown_names_are_refused(model: str) -> None:
-    _, config, rules = MODELS[model]
-    choices = " or ".join(map(repr, NAMES.get(model, ("torch_ref", "openpi_jax", "openpi_pytorch"))))
-    for names in ("openpi", ["diffusers"]):
-        with pytest.raises(ValueError) as caught:
-            rules(config, names=names)
-        assert str(caught.value) == f"names={names!r}: expected {choices}, the project that the weights come from"
-
-
-def test_weights_under_another_projects_names_are_refused_with_their_names() -> None:
-    tensors = porting.to_torch(numbered(shapes("wan", True)), wan_rules.rules(wan.WanConfig(), True), numpy=True)
-    with pytest.raises(PortingError, match=r"blocks\.0\.attn1\.to_q\.weight: extra"):
-        porting.from_torch(tensors, shapes("wan", True), wan_rules.rules(wan.WanConfig(), True, "diffsynth"))

@@ -122,10 +122,7 @@ FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "by layer": (scanned, under("1 × full | 1 × save: kept | 1 × offload: kept")),
     "in groups": (unrolled, under("3 × save: kept in groups of 2")),
     "vmap": (batched, under("save: kept")),
-    "replanned": (
-        functools.partial(unrolled, block=jax.checkpoint(block)),
-        lambda fn: rj.replan(fn, "save: kept"),
-    ),
+    "replanned": (functools.partial(unrolled, block=jax.checkpoint(block)), lambda fn: rj.replan(fn, "save: kept")),
 }
 
 

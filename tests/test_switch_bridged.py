@@ -163,21 +163,6 @@ def test_the_models_own_checkpoints_can_be_kept() -> None:
         assert executions(model) == plain + again("full")
 
 
-def test_functions_that_were_jitted_before_are_traced_anew() -> None:
-    traces = []
-
-    @nnx.jit
-    def step(model: Any) -> Any:
-        traces.append(0)
-        return nnx.grad(lambda model: model.loss(IMAGE, TOKENS))(model)
-
-    model = fresh()
-    plain = step(model)
-    for switch in (rj.enable_gradient_checkpointing, rj.disable_gradient_checkpointing, rj.enable_gradient_checkpointing):
-        assert_same(step(switch(model)), plain, 1e-7)
-    assert len(traces) == 2  # the same switch reuses the same trace
-
-
 class Absent(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:

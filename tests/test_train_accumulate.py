@@ -21,7 +21,7 @@ from remat_jax.hardware import target
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
 from tests.small_models import Mlp, Stack, assert_bit_equal, assert_same, times
-from tests.workloads import needs_gpu_compiler
+from tests.workloads import Perceptron, needs_gpu_compiler
 
 ROWS, LENGTH, WIDTH = 12, 5, 4
 MODEL = Stack(Mlp, 2)
@@ -200,17 +200,11 @@ def test_nnx_by_functions(x64):
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-class Layer(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return x + nn.Dense(512, name="down")(nn.relu(nn.Dense(2048, name="up")(x)))
-
-
 @needs_gpu_compiler
 def test_on_an_h200_it_needs_one_micro_batch_and_one_more_tree_of_gradients():
     """Of scanned layers; of unrolled ones it depends on the schedule (docs/notes/optimizer_offload.md)."""
     layers, rows, n = 4, 32768, 8
-    model = Stack(Layer, layers, scanned=True)
+    model = Stack(Perceptron, layers, scanned=True)
 
     def loss(params: Any, x: Any) -> Any:
         return jnp.sum(model.apply(params, x) ** 2), x.size
@@ -222,9 +216,9 @@ def test_on_an_h200_it_needs_one_micro_batch_and_one_more_tree_of_gradients():
     params = jax.eval_shape(model.init, jax.random.key(0), micro)
     tree = sum(4 * leaf.size for leaf in jax.tree.leaves(params))
     jobs = {
-        "whole": rj.Workload.from_step(plain, params, whole, blocks=Layer),
-        "micro": rj.Workload.from_step(plain, params, micro, blocks=Layer),
-        "accumulated": rj.Workload.from_step(rj.accumulate_gradients(loss, n), params, whole, blocks=Layer),
+        "whole": rj.Workload.from_step(plain, params, whole, blocks=Perceptron),
+        "micro": rj.Workload.from_step(plain, params, micro, blocks=Perceptron),
+        "accumulated": rj.Workload.from_step(rj.accumulate_gradients(loss, n), params, whole, blocks=Perceptron),
     }
     programs = [export_step(key, job.step("off"), target("h200")) for key, job in jobs.items()]
     sizes = compile_programs(programs, target("h200"), timeout=300)

@@ -7,7 +7,6 @@ import gc
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from remat_jax.errors import ArgumentError, PolicyError
 from remat_jax.memory.compile.options import OPTION
 from remat_jax.planning.model import Model
 from tests import plan_by_hand
+from tests.test_processes import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "train_anywhere.py"
@@ -86,12 +86,6 @@ def wait_for(holds: Callable[[], bool], children: list[subprocess.Popen[bytes]],
     while not holds():
         assert time.monotonic() < limit and all(child.poll() is None for child in children)
         time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def test_a_process_is_killed_and_the_losses_go_on_on_another_mesh(tmp_path: Path, in_a_hurry: dict[str, str]) -> None:
@@ -262,35 +256,6 @@ def test_the_same_command_goes_on_where_it_stopped(tmp_path: Path, capsys: pytes
     assert run(5, *saved) == {} and "the newest checkpoint is of step 5, and --steps is 5" in capsys.readouterr().out
     assert train_anywhere.main([*SMALL, *saved, "--seed", "1"]) == 2
     assert "is of another training (seed: 1 here, 0 there)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ("--mesh fsdp=3", "--mesh fsdp=3 is of 3 devices, and there are 1 (one process): change the mesh"),
-        ("--mesh fdsp=1", "--mesh fdsp=1: expected sizes of the axes data and fsdp, such as data=2,fsdp=4"),
-        ("--mesh data=0", "--mesh data=0: expected sizes"),
-        ("--width 18", "--width 18 with --heads 2: expected an even number of features for each head"),
-        ("--dtype float8", "--dtype float8: expected one of float32, bfloat16, float64"),
-        ("--steps 0", "--steps 0: expected at least 1"),
-        ("--num-processes 2", "--coordinator, --process-id: missing; give all of"),
-        ("--coordinator h:1 --num-processes 0 --process-id 0", "--num-processes 0: expected at least 1"),
-        ("--coordinator h:1 --num-processes 2 --process-id 5", "--process-id 5: expected 0 to 1"),
-        ("--coordinator host --num-processes 2 --process-id 0", "--coordinator host: expected HOST:PORT"),
-        ("--policy fulll", "Did you mean 'full'?"),
-        ("--policy nowhere.json", "nowhere.json"),
-        ("--metrics /nowhere/metrics", "--metrics /nowhere/metrics: No such file or directory"),
-    ],
-)
-def test_bad_usage_is_told_before_anything_runs(capsys: pytest.CaptureFixture[str], arguments: str, told: str) -> None:
-    assert train_anywhere.main([*SMALL, *arguments.split()]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and told in error
-
-
-def test_a_batch_that_the_devices_cannot_share_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="--batch 4 does not divide among the 8 devices of --mesh data=2,fsdp=4: take 8"):
-        training.workload(SETTING, {"data": 2, "fsdp": 4})
 
 
 def test_the_job_is_that_of_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -17,22 +16,15 @@ from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.measure import measure_many
-from tests.small_models import Stack
-from tests.workloads import mean_square, needs_gpu_compiler, struct
+from tests.workloads import Perceptron, needs_gpu_compiler, perceptrons
 
 WIDTH, LAYERS = 1024, 6
 KERNEL = 4 * WIDTH * 4 * WIDTH
 """Bytes of the largest leaf of an unrolled stack; a scanned leaf has six of them."""
 
 
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return x + nn.Dense(WIDTH, name="down")(nn.relu(nn.Dense(4 * WIDTH, name="up")(x)))
-
-
 def workload(tx: Any, *, scan: bool = False, rows: int = 256, **options: Any) -> rj.Workload:
-    return mean_square(Stack(Block, LAYERS, scan), struct(rows, WIDTH), Block, optimizer=tx, **options)
+    return perceptrons(rows, WIDTH, layers=LAYERS, scanned=scan, optimizer=tx, **options)
 
 
 def sizes(jobs: dict[str, rj.Workload], policy: str = "full", target_name: str = "h200") -> dict[str, Sizes]:
@@ -133,11 +125,11 @@ def test_a_finished_step_keeps_the_memory_of_its_arguments():
     tx = rj.offload_optimizer(optax.adam(1e-3))
     job = workload(tx)
     step = job.step("off")
-    finished = rj.Workload.from_step(step.function, *step.arguments, blocks=Block, donate_argnums=(0, 1))
+    finished = rj.Workload.from_step(step.function, *step.arguments, blocks=Perceptron, donate_argnums=(0, 1))
     assert rj.measure(finished, "full", "h200").host_bytes == 2 * parameter_bytes()
     small = {"kernel": jnp.ones((8, 4))}
     state = tx.init(small)
-    concrete = rj.Workload.from_step(lambda s, p: tx.update(p, s, p), state, small, blocks=Block)
+    concrete = rj.Workload.from_step(lambda s, p: tx.update(p, s, p), state, small, blocks=Perceptron)
     spaces = [getattr(leaf, "memory_space", None) for leaf in jax.tree.leaves(concrete.step("off").arguments)]
     assert spaces.count(jax.memory.Space.Host) == 2
 

@@ -1,4 +1,4 @@
-"""Under each flag that JAX marks as an upgrade, alone and with the others, policies do what they do without it."""
+"""What must hold in every version of JAX: policies do what they do, also under each flag that JAX marks as an upgrade."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 import remat_jax as rj
 from remat_jax import compat
+from remat_jax.compat import versions as compat_versions
 from remat_jax.core.walk import bodies
 from remat_jax.cost.count import matmuls
+from remat_jax.policy import NAMED
+from tests.small_models import Mlp, assert_same, make_loss
 
 pytestmark = pytest.mark.versions
 
@@ -164,3 +167,20 @@ def test_the_limits_of_a_flag_are_told(with_flags: Callable[[Iterable[str]], Non
     assert text.startswith("jax_scan3=True") and text.endswith('jax.config.update("jax_scan3", False)')
     monkeypatch.setattr(compat.versions, "_TESTED_FLAGS", compat.versions._TESTED_FLAGS - {"jax_scan3"})
     assert any("jax_scan3=True: remat_jax is not tested with this flag" in text for text in told())
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+def test_gradients_under_every_named_policy_are_the_plain_ones(x64: None, scanned: bool) -> None:
+    plain, params, x = make_loss(Mlp, scanned=scanned)
+    expected = jax.jit(jax.grad(plain, (0, 1)))(params, x)
+    for policy in NAMED:
+        grads = jax.jit(jax.grad(rj.checkpoint_blocks(plain, {Mlp: policy}), (0, 1)))(params, x)
+        assert_same(grads, expected)
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"),
+    [("0.10.2", (0, 10, 2)), ("0.13.0rc1", (0, 13, 0)), ("0.13.0.dev20261122", (0, 13, 0)), ("0.12.0+local", (0, 12, 0))],
+)
+def test_a_candidate_and_a_nightly_build_have_the_numbers_of_their_release(version: str, numbers: tuple[int, ...]) -> None:
+    assert compat_versions._numbers(version) == numbers

@@ -83,10 +83,7 @@ def of_modules(place: Any) -> dict[str, Any]:
 def main(path: Path) -> None:
     mesh = jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
     place = lambda spec: NamedSharding(mesh, spec)  # noqa: E731
-    told = {
-        "arrays": of_arrays(place, rj.offload_optimizer(ADAM)),
-        "nnx": of_modules(place),
-    }
+    told = {"arrays": of_arrays(place, rj.offload_optimizer(ADAM)), "nnx": of_modules(place)}
     path.write_text(json.dumps(told))
 
 

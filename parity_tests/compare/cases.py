@@ -12,11 +12,11 @@ from examples.models import nnx as nnx_models
 from parity_tests import support as s
 from parity_tests.mutants import models
 from parity_tests.third_party import ports as p
-from parity_tests.third_party import test_gpt2, test_llama
+from parity_tests.third_party.of_transformers import PORTS
 from remat_jax.parity import ParityReport, compare
 
 STACK, QUICK = models.STACK, models.QUICK
-GPT2, LLAMA = test_gpt2.PORT, test_llama.PORTS["llama"]
+GPT2 = PORTS["gpt2"]
 
 
 @functools.cache

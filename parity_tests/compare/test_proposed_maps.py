@@ -136,11 +136,7 @@ def test_propose_warns_of_exchanged_names() -> None:
 
 @pytest.mark.parametrize(
     ("fault", "pass_", "module"),
-    [
-        ("epsilon", "forward", "layers_1/norm"),
-        ("activation", "forward", "layers_1"),
-        ("stopped", "backward", "layers_1"),
-    ],
+    [("epsilon", "forward", "layers_1/norm"), ("activation", "forward", "layers_1"), ("stopped", "backward", "layers_1")],
 )
 def test_a_module_is_named_without_a_proven_map(fault: str, pass_: str, module: str) -> None:
     report = run(case(flax_module=Model(fault)))

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests.compare.cases import GPT2, LLAMA, QUICK
+from parity_tests.compare.cases import QUICK
 from parity_tests.small_pairs import Flax, finding, named
 from parity_tests.third_party import ports as p
-from parity_tests.third_party import test_bert
+from parity_tests.third_party.of_transformers import PORTS
 from parity_tests.third_party.ports import Port
 from remat_jax.parity import compare
 from remat_jax.parity.capture_flax import trace_step
@@ -128,14 +128,8 @@ IN_FLAX: dict[str, tuple[Any, int | None]] = {
     "a bias of two": (lambda m: jax.nn.softmax(SCORES + jnp.where(m > 0, 0.0, -1e9)[:, None]), 1),
     "with a causal one": (lambda m: jax.nn.softmax(jnp.where(jnp.tril(m[:, None] & jnp.ones((5, 5), bool)), SCORES, -1e9)), 1),
     "in a loop": (lambda m: jax.lax.map(lambda row: jax.nn.softmax(jnp.where(row, SCORES[0], -jnp.inf)), m), 1),
-    "dot_product_attention": (
-        lambda m: jax.nn.dot_product_attention(heads(X), heads(X), heads(X), mask=m[:, None, None]),
-        1,
-    ),
-    "in both ways": (
-        lambda m: jax.nn.softmax(jnp.where(m, 0.0, -1e9)) + jax.nn.softmax(jnp.where(m, -1e9, 0.0)),
-        None,
-    ),
+    "dot_product_attention": (lambda m: jax.nn.dot_product_attention(heads(X), heads(X), heads(X), mask=m[:, None, None]), 1),
+    "in both ways": (lambda m: jax.nn.softmax(jnp.where(m, 0.0, -1e9)) + jax.nn.softmax(jnp.where(m, -1e9, 0.0)), None),
     "a weight": (lambda m: jax.nn.softmax(SCORES) * m[:, None], None),
 }
 
@@ -229,7 +223,7 @@ def test_the_way_of_a_mask_in_pytorch(call: Any) -> None:
     assert torch.backends.mha.get_fastpath_enabled() == fast
 
 
-@pytest.mark.parametrize("port", [GPT2, test_bert.PORT, LLAMA], ids=["gpt2", "bert", "llama"])
+@pytest.mark.parametrize("port", [PORTS[name] for name in ("gpt2", "bert", "llama")], ids=["gpt2", "bert", "llama"])
 def test_ports_read_their_masks_as_transformers_does(port: Port) -> None:
     inputs = p.tensors(port.inputs, "float32")
     model = p.make_torch(port, "float32")

@@ -13,15 +13,7 @@ from remat_jax import compat
 from remat_jax.core.walk import bodies, interpret, map_inner
 from remat_jax.errors import UnsupportedError
 
-_CALLS = {
-    "closed_call",
-    "core_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-    "jit",
-    "pjit",
-}
+_CALLS = {"closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "jit", "pjit"}
 """Primitives that run their one body once."""
 
 

@@ -12,19 +12,18 @@ import pytest
 import torch
 from flax import nnx
 
-import remat_jax as rj
 from examples.models import gpt2, linen, weights
 from examples.models import nnx as nnx_models
 from parity_tests import support as s
 from parity_tests.mutants.planting import scaled_cotangent
 from parity_tests.small_pairs import Flax
 from parity_tests.third_party import ports as p
-from parity_tests.third_party import test_gpt2
+from parity_tests.third_party.of_transformers import PORTS
 from parity_tests.third_party.ports import Port
 from remat_jax.errors import ArgumentError
 from remat_jax.parity.localise import Divergences, first_divergences
 
-GPT2 = test_gpt2.PORT
+GPT2 = PORTS["gpt2"]
 
 
 def changed(tree: Any, path: str, change: Any) -> Any:
@@ -105,13 +104,6 @@ def test_each_of_two_faults_is_listed_where_errors_do_not_add_up() -> None:
 
 
 # Right forwards, wrong backwards. The last layer is the first of the backward pass.
-
-
-def test_a_sign_flipped_in_a_checkpointed_scan(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = gpt2.attention
-    monkeypatch.setattr(gpt2, "attention", lambda *args: scaled_cotangent(-1.0)(right(*args)))
-    divergences = of_port(GPT2, scan=True, transform=lambda f: rj.checkpoint_blocks(f, {gpt2.GPT2Block: "full"}))
-    assert shown(divergences) == (None, "layers/1/attn")
 
 
 class DoubledNorm(nn.LayerNorm):

@@ -14,7 +14,7 @@ from flax import nnx
 
 from examples.models import gpt2
 from parity_tests.third_party import ports as p
-from parity_tests.third_party import test_bert, test_gpt2
+from parity_tests.third_party.of_transformers import PORTS
 from remat_jax.errors import ArgumentError
 from remat_jax.parity import excite
 from remat_jax.parity.semantics import differences, torch_facts
@@ -27,14 +27,15 @@ def settings(theirs: Any, ours: Any, variables: Any, *inputs: Any) -> list[Setti
     return [(each.path, each.what, each.torch, each.flax) for each in differences(theirs, ours, variables, inputs)]
 
 
-def of_port(port: Any, **changes: Any) -> list[Setting]:
+def of_port(name: str, **changes: Any) -> list[Setting]:
+    port = PORTS[name]
     model = port.make_flax(port.config, **changes)
     inputs = port.arguments(p.batch(port, "float32")[0])
     return settings(p.make_torch(port, "float32").eval(), model, p.shapes(port, model, port.inputs), *inputs)
 
 
-@pytest.mark.parametrize(("port", "scan"), [(test_gpt2.PORT, False), (test_bert.PORT, True)], ids=["gpt2", "bert-scan"])
-def test_right_ports_do_not_differ(port: Any, scan: bool) -> None:
+@pytest.mark.parametrize(("port", "scan"), [("gpt2", False), ("bert", True)])
+def test_right_ports_do_not_differ(port: str, scan: bool) -> None:
     assert of_port(port, scan=scan) == []
 
 
@@ -48,8 +49,8 @@ def test_epsilon_and_gelu_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpt2, "layer_norm", changed_norm)
     expected = [("ln_f", "epsilon", 1e-5, 1e-6)]
     expected += [(f"layers_{index}/mlp", "GELU", "by tanh", "exact") for index in range(2)]
-    assert of_port(test_gpt2.PORT) == expected
-    assert [entry[1:] for entry in of_port(test_bert.PORT) if entry[1] == "GELU"] == [("GELU", "exact", "by tanh")] * 3
+    assert of_port("gpt2") == expected
+    assert [entry[1:] for entry in of_port("bert") if entry[1] == "GELU"] == [("GELU", "exact", "by tanh")] * 3
 
 
 class Small(nn.Module):

@@ -16,7 +16,7 @@ import torch
 from examples.models import linen
 from parity_tests import support as s
 from parity_tests.third_party import ports as p
-from parity_tests.third_party import test_gpt2, test_llama
+from parity_tests.third_party.of_transformers import PORTS
 from parity_tests.third_party.ports import Port
 
 QUICK: dict[str, Any] = {"modes": "off", "dtypes": "float64", "memory": False}
@@ -42,10 +42,7 @@ DECODER = f"""
     head.bias -> params/head/bias
 """
 # A square output projection, norms of queries and keys, biases, tied embeddings, a padding token.
-LLAMA = dataclasses.replace(
-    test_llama.PORTS["qwen3"],
-    config=dataclasses.replace(test_llama.PORTS["qwen3"].config, head_dim=8, padding=0),
-)
+LLAMA = dataclasses.replace(PORTS["qwen3"], config=dataclasses.replace(PORTS["qwen3"].config, head_dim=8, padding=0))
 
 
 # A small residual convolutional net with batch norms, written once in each framework.
@@ -198,7 +195,7 @@ def named(port: Port, outputs: Any) -> dict[str, Any]:
 MODELS = {
     "decoder": decoder,
     "conv": conv,
-    "gpt2": functools.partial(transformer, test_gpt2.PORT),
+    "gpt2": functools.partial(transformer, PORTS["gpt2"]),
     "llama": functools.partial(transformer, LLAMA),
 }
 

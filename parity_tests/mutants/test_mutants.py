@@ -1,19 +1,27 @@
-"""Common faults of ports, planted one at a time: each is found, and named with its pass and module."""
+"""Common faults of ports, planted one at a time: each is found and named. Right pairs raise no alarm."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
-from examples.models import gpt2, linen, llama
+from examples.models import gpt2, linen, llama, weights
+from examples.models import nnx as nnx_models
+from parity_tests import support as s
 from parity_tests.mutants import models as m
 from parity_tests.mutants import planting as plant
 from parity_tests.mutants.planting import DOUBLED, FLIPPED, Plant, at, detached, fields, given, inside, mapped, output, skipped
+from parity_tests.third_party.of_transformers import PORTS
 from remat_jax.parity import compare
+from remat_jax.parity.case import Case
+from remat_jax.parity.runs import Runs
+from remat_jax.porting import Rules
 
 
 class Mutant(NamedTuple):
@@ -83,9 +91,7 @@ NORM = "model.layers.1.self_attn.{}_norm.weight -> params/layers_1/self_attn/{}_
 OUT = "decoder.layers.1.self_attn.out_proj.weight -> params/layers_1/self_attn/out_proj/kernel"
 
 MUTANTS: dict[str, list[Mutant]] = {
-    "a square kernel not transposed": [
-        Mutant("decoder", mapped(OUT), "decoder/layers/1/self_attn/out_proj"),
-    ],
+    "a square kernel not transposed": [Mutant("decoder", mapped(OUT), "decoder/layers/1/self_attn/out_proj")],
     "another epsilon": [Mutant("decoder", at("layers_1/norm2", fields(epsilon=1e-6)), "decoder/layers/1/norm2")],
     "the other GELU": [
         Mutant(
@@ -93,7 +99,7 @@ MUTANTS: dict[str, list[Mutant]] = {
             at("layers_1/mlp", inside(nn, "gelu", other_gelu)),
             "transformer/h/1/mlp",
             note="it passes a different input 0 to 'layers_1/mlp/c_proj'",
-        ),
+        )
     ],
     "wrong padding": [
         Mutant("conv", at("stem", fields(padding="SAME")), "stem"),
@@ -105,11 +111,9 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "a copy in the place of a tie": [backward("gpt2", at("", inside(gpt2, "unembed", copied)), "transformer/wte", TIED)],
     "rotary pairs permuted": [
-        Mutant("llama", at("layers_1/self_attn", inside(llama, "rotate", interleaved)), "model/layers/1/self_attn"),
+        Mutant("llama", at("layers_1/self_attn", inside(llama, "rotate", interleaved)), "model/layers/1/self_attn")
     ],
-    "a sign flipped": [
-        backward("conv", at("blocks_0/conv2", FLIPPED), "blocks/0/conv2"),
-    ],
+    "a sign flipped": [backward("conv", at("blocks_0/conv2", FLIPPED), "blocks/0/conv2")],
     "a gradient doubled": [
         backward("conv", at("blocks_1/norm", DOUBLED), "blocks/1/norm"),
         backward("llama", at("layers_1/self_attn/k_norm", DOUBLED), "model/layers/1/self_attn/k_norm"),
@@ -156,16 +160,14 @@ MUTANTS: dict[str, list[Mutant]] = {
         backward("conv", given(loss=(mean_square, doubled_backwards)), "loss"),
     ],
     "a layer left out": [Mutant("decoder", at("layers_1", skipped), "decoder/layers/1")],
-    "an input detached": [
-        backward("llama", at("layers_0/mlp", detached), "model/layers/0/mlp", "gradient of input x"),
-    ],
+    "an input detached": [backward("llama", at("layers_0/mlp", detached), "model/layers/0/mlp", "gradient of input x")],
 }
 CASES = [pytest.param(mutant, id=f"{fault}, {mutant.model}") for fault, several in MUTANTS.items() for mutant in several]
 
 
 @pytest.mark.parametrize("mutant", CASES)
 def test_a_fault_is_found_and_named(mutant: Mutant) -> None:
-    # `init` makes the variables in `test_right_pairs`.
+    # `init` makes the variables in the test of right pairs.
     case = {**m.QUICK, "variables": m.variables(mutant.model), **mutant.plant(m.MODELS[mutant.model]())}
     report = compare(**case)
     assert not report.passed and report.proves, report.verdict()
@@ -179,3 +181,44 @@ def test_a_fault_is_found_and_named(mutant: Mutant) -> None:
     assert (divergence["torch_path"], divergence["what"]) == (mutant.module, mutant.what), divergence
     assert mutant.note in divergence["note"]
     assert f"first difference, {mutant.where}: {mutant.module or 'the whole model'} (" in str(report)
+
+
+# Right pairs, also in train mode and through checkpoints.
+
+
+SIZES = s.SIZES["ByteDecoder"]
+UNUSED = dict.fromkeys(("variables", "loss", "torch_blocks", "flax_blocks", "optimizer", "torch_call", "flax_call"))
+
+
+def decoder_scanned() -> dict[str, Any]:
+    rules = Rules.parse(m.DECODER).stacked("layers_{i}", "layers")
+    return m.decoder(flax_module=linen.ByteDecoder(**SIZES, scan=True), rules=rules)
+
+
+def decoder_nnx() -> dict[str, Any]:
+    model = nnx.eval_shape(lambda: nnx_models.ByteDecoder(**SIZES, rngs=nnx.Rngs(0)))
+    return m.decoder(flax_module=weights.load_nnx(model, s.parameters("ByteDecoder", False, "float32")))
+
+
+RIGHT: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "decoder-scan": (decoder_scanned, "checkpoint"),
+    "decoder-nnx": (decoder_nnx, "off"),
+    "conv-train-checkpoint": (m.conv, "checkpoint"),
+    "conv-evaluation": (lambda: m.conv(train=False), "off"),
+    "gpt2-scan": (lambda: m.transformer(PORTS["gpt2"], scan=True), "checkpoint"),
+    "llama-train": (m.MODELS["llama"], "off"),
+    "gemma-scan": (lambda: m.transformer(PORTS["gemma"], scan=True), "off"),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_pair_raises_no_alarm(name: str) -> None:
+    make, mode = RIGHT[name]
+    options = {"modes": mode, "dtypes": "float64", "steps": 1, "excite": True, "keep_float64": False}
+    runs = Runs(Case(**{**UNUSED, **make(), **options}), lambda *progress: None)
+    report = runs.report(memory=False, target=None)
+    assert report.passed and report.differences == (), str(report)
+    # Where everything agrees nothing is searched; here a search runs, and must name no module.
+    before = len(runs.checks)
+    assert runs.explain(mode) == {"forward": None, "backward": None}
+    assert runs.checks[before:] == []

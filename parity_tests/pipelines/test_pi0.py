@@ -92,37 +92,3 @@ def test_who_sees_whom() -> None:
         pytorch.Observation(*(None if array is None else torch.tensor(array) for array in seen)), torch.float64
     )
     assert np.array_equal(bias[0, 0].numpy() == 0, visible[0]) and positions[0].tolist() == [0, 0, 1, 1, 2, 3, 4]
-
-
-BAD = [
-    ({"num_kv_heads": 3}, "num_kv_heads.*3.*8"),
-    ({"patch_size": 13}, "patch_size.*13.*28"),
-    ({"head_dim": 15}, "head_dim.*15.*even"),
-    ({"vision_depth": 0}, "vision_depth.*0.*at least 1"),
-    ({"num_heads": 0}, "num_heads.*0.*at least 1"),
-    ({"widths": (64, 0)}, "widths.*at least 1"),
-    ({"prompt_length": -1}, "prompt_length.*-1.*at least 0"),
-    ({"widths": (64,)}, r"widths.*\(64,\).*two"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), BAD, ids=[next(iter(changes)) for changes, _ in BAD])
-def test_a_configuration_that_does_not_fit_is_refused(changes: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Pi0Config(**changes)
-
-
-@pytest.mark.parametrize(
-    ("field", "shape"), [("images", (3, 3, 28, 27, 3)), ("image_mask", (3, 2)), ("prompt", (3, 15)), ("state", (3, 9))]
-)
-def test_inputs_of_the_wrong_shape_are_named(field: str, shape: tuple[int, ...]) -> None:
-    config = p.CONFIGS["pi0"]
-    observation, actions, _, time = p.batch(config)
-    wrong = observation._replace(**{field: np.zeros(shape, getattr(observation, field).dtype)})
-    with pytest.raises(ValueError, match=rf"^{field} has shape \(.*\), expected \(.*pad prompts"):
-        jax.eval_shape(pi0.Pi0(config).init, jax.random.key(0), wrong, actions, time)
-    seen, actions, _, time = p.as_torch((wrong, actions, actions, time))
-    model = p.make_torch(config)
-    for either in (model, p.faithful(model, "enabled")):
-        with pytest.raises(ValueError, match=rf"^{field} has shape \(.*\), expected \(.*pad prompts"):
-            either(seen, actions, time)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import nn
 
 from examples.pytorch import accumulate_gradients, accumulated_step, micro_batches
 from examples.pytorch.faithful.accumulate import train
-from torch_ref.errors import InvalidArgumentError
 
 COUNTS = (5, 1, 4, 2, 1, 5)
 """Targets in each of six micro-batches."""
@@ -130,32 +128,3 @@ def test_cutting_a_batch() -> None:
     parts = micro_batches(({"x": x, "scale": 2.0}, x.view(6, 1)), 3)
     assert [part[0]["x"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
     assert [tuple(part[1].shape) for part in parts] == [(2, 1)] * 3 and parts[2][0]["scale"] == 2.0
-
-
-NETWORK, ROWS = model(), torch.arange(6)
-OPTIMIZER = torch.optim.SGD(NETWORK.parameters(), lr=1.0)
-STEP = functools.partial(accumulated_step, summed(NETWORK), data(), OPTIMIZER)
-WRONG = {
-    "n=0.*a positive int": lambda: micro_batches((ROWS,), 0),
-    "n=True.*a positive int": lambda: micro_batches((ROWS,), True),
-    "n=2.0.*a positive int": lambda: micro_batches((ROWS,), 2.0),  # type: ignore[arg-type]
-    r"n=4 does not divide the 6 rows.*divisors: \[1, 2, 3, 6\]": lambda: micro_batches((ROWS,), 4),
-    r"first dimensions of one size, but found \[5, 6\]": lambda: micro_batches((ROWS, ROWS[1:]), 2),
-    "batches=list: expected a sequence of one tuple or more": lambda: accumulate_gradients(
-        summed(NETWORK), [], NETWORK.parameters()
-    ),
-    "parameters: expected at least one": lambda: accumulate_gradients(summed(NETWORK), data(), []),
-    "loss returned Tensor: expected the sum of the losses.*not a mean": lambda: accumulated_step(
-        lambda x, y: nn.functional.cross_entropy(NETWORK(x), y),  # type: ignore[arg-type, return-value]
-        data(),
-        OPTIMIZER,
-    ),
-    "clip_norm=0: expected a positive number": lambda: STEP(clip_norm=0),
-    r"autocast=torch.float16 without scaler.*pass a torch.amp.GradScaler": lambda: STEP(autocast=torch.float16),
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_arguments_are_named(message: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=message):
-        WRONG[message]()

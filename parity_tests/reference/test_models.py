@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import torch_ref
 from examples import pytorch
 from parity_tests.reference.blocks import gradients
 
@@ -52,21 +51,3 @@ def test_the_decoder_sees_only_the_past():
     before, after = model(tokens), model(changed)
     assert torch.equal(before[:, :5], after[:, :5])
     assert ((before - after).abs().amax(-1)[:, 5:] > 1e-6).all()
-
-
-SMALL = pytorch.ByteDecoder(d_model=8, nhead=2, num_layers=1, max_len=8)
-INTEGERS = torch.ones(1, 4, dtype=torch.long)
-WRONG = {
-    "nhead is 3, expected a divisor of d_model, which is 10": lambda: pytorch.DecoderLayer(10, 3),
-    "num_layers is 0, expected at least 1": lambda: pytorch.DecoderStack(0, 8, 2),
-    r"tokens is torch.float32 of shape \(2, 3\), expected integers": lambda: SMALL(torch.ones(2, 3)),
-    r"of shape \(4,\), expected integers of shape \(batch, time\)": lambda: SMALL(INTEGERS[0]),
-    "tokens has 9 positions, expected at most max_len, 8": lambda: SMALL(torch.ones(1, 9, dtype=torch.long)),
-    r"targets has shape \(4, 1\), expected that of tokens, \(1, 4\)": lambda: SMALL.loss(INTEGERS, INTEGERS.T),
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_use(message):
-    with pytest.raises(torch_ref.InvalidArgumentError, match=message):
-        WRONG[message]()

@@ -96,10 +96,7 @@ def test_what_is_not_held_by_the_graph_does_not_count():
 
     saved = torch_ref.saved_for_backward(fn, torch.ones(3), torch.ones(3))
     # The sum and the product, both computed here, and the constant; not the arguments, which an addition does not need.
-    assert sorted((e.operator, e.nbytes) for e in saved.entries) == [
-        ("aten.add.Tensor", 12),
-        ("aten.full.default", 12),
-    ]
+    assert sorted((e.operator, e.nbytes) for e in saved.entries) == [("aten.add.Tensor", 12), ("aten.full.default", 12)]
 
 
 def test_parameters_and_repeated_arguments():

@@ -228,30 +228,3 @@ def test_fault_6_the_second_reading_has_gradients_and_moments_in_it() -> None:
     assert (readings.standard, readings.checkpoint) == (82_433_584, 320_423_752)
     # Three times the parameters, minus what the first forward pass kept more than the second.
     assert 2.9 * parameters < -readings.reduction < 3 * parameters
-
-
-# Wrong use.
-
-
-@pytest.mark.parametrize(
-    ("segments", "message"),
-    [
-        (0, "segments is 0, expected an integer from 1 to the number of layers, 6"),
-        (7, "segments is 7, expected an integer from 1"),
-        (True, "segments is True"),
-        ((3, 2), r"boundaries is \(3, 2\), expected the indices .* from 1 to 5, for 6 layers"),
-        ((0, 2), r"boundaries is \(0, 2\)"),
-        ((2, 6), r"boundaries is \(2, 6\)"),
-        ((2.0,), r"boundaries is \(2.0,\)"),
-    ],
-)
-def test_wrong_cuts_are_refused(segments: object, message: str) -> None:
-    with pytest.raises(torch_ref.InvalidArgumentError, match=message):
-        pytorch.DeepMLP(6, 4, 3)(torch.ones(2, 3), segments=segments)
-
-
-def test_a_flag_beside_segments_and_no_layers_are_refused() -> None:
-    with pytest.raises(torch_ref.InvalidArgumentError, match="a flag is True.*Give one of them"):
-        pytorch.DeepMLP(6, 4, 3)(torch.ones(2, 3), True, segments=2)
-    with pytest.raises(torch_ref.InvalidArgumentError, match="layers is 0, expected the number of layers"):
-        pytorch.checkpoint_segments([], (), torch.ones(2))

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_ref
 from examples import pytorch
 from parity_tests.reference.blocks import all_equal, gradients
+from parity_tests.reference.test_every_way import noisy
 from torch_ref import selective_checkpoint
 
 
@@ -98,12 +99,6 @@ def test_offloaded_arguments_that_change_afterwards_are_noticed():
 
 
 # Random numbers.
-
-
-def noisy(x: torch.Tensor) -> torch.Tensor:
-    """Two random operators and arithmetic on either side of each."""
-    y = torch.native_dropout(x.sin(), 0.5, True)[0].cos()
-    return (torch.bernoulli(y.sigmoid()) * y).exp() * torch.native_dropout(y, 0.5, True)[0]
 
 
 @pytest.mark.parametrize("action", ["save", "offload"])

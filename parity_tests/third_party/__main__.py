@@ -4,30 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from parity_tests.third_party import (
-    checks,
-    test_bert,
-    test_gemma,
-    test_gpt2,
-    test_llama,
-    test_qwen_image,
-    test_siglip,
-    test_wan,
-)
+from parity_tests.third_party import checks, of_diffusers, of_transformers
 from parity_tests.third_party import ports as p
 from parity_tests.third_party.ports import Case, Port
 from remat_jax.parity import float64_error, judge
 from remat_jax.report.tables import render, table
 
-PORTS = {
-    **test_llama.PORTS,
-    "gpt2": test_gpt2.PORT,
-    "bert": test_bert.PORT,
-    "siglip": test_siglip.PORT,
-    "gemma": test_gemma.PORT,
-    "qwen_image": test_qwen_image.PORT,
-    "wan": test_wan.PORT,
-}
+PORTS = {**of_transformers.PORTS, **of_diffusers.PORTS}
 LAYERS = 6
 
 

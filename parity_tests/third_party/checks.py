@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import pytest
 import torch
 
 import remat_jax as rj
@@ -193,4 +192,3 @@ CHECKS = {
     "published sizes": published_differs,
     "layers keep the same bytes": layers_keep_differently,
 }
-each_check = pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)

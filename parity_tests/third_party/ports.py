@@ -20,7 +20,6 @@ import torch_ref
 from parity_tests import support as s
 from remat_jax import porting
 from remat_jax.parity import keep_float64
-from remat_jax.parity.compiling import compile_options
 
 MODES = torch_ref.MODES
 POLICIES = {"off": "off", "checkpoint": "full", "offload": "offload_inputs"}
@@ -28,6 +27,7 @@ POLICIES = {"off": "off", "checkpoint": "full", "offload": "offload_inputs"}
 # by learning rate / epsilon: with 1e-4 a correct port had up to 3 times PyTorch's error after a step.
 ADAMW = {"weight_decay": 1e-2, "eps": 1e-3}
 LEARNING_RATE = 1e-2
+OPTAX_ADAMW = optax.adamw(LEARNING_RATE, **ADAMW)
 IGNORED = -100  # an ignored label
 
 Arrays = Mapping[str, np.ndarray]
@@ -221,18 +221,6 @@ def loss_of(port: Port, model: nn.Module) -> Callable[..., tuple[jax.Array, dict
     return loss
 
 
-@functools.cache
-def adamw_step() -> Callable[[Any, Any], Any]:
-    """The optimizer's step on a vector of gradients and one of variables, compiled once for all modes of a port."""
-    optimizer = optax.adamw(LEARNING_RATE, **ADAMW)
-
-    def step(gradients: jax.Array, variables: jax.Array) -> jax.Array:
-        updates, _ = optimizer.update(gradients, optimizer.init(variables), variables)
-        return optax.apply_updates(variables, updates)
-
-    return jax.jit(step, compiler_options=compile_options("float64"))
-
-
 def jax_step(port: Port, case: Case, model: nn.Module | None = None, given: Any = None) -> Result:
     """The port's step, or that of another model, or with other variables."""
     scan = case.form == "scan"
@@ -243,7 +231,7 @@ def jax_step(port: Port, case: Case, model: nn.Module | None = None, given: Any 
     with jax.enable_x64(case.dtype == "float64"):
         given = variables(port, scan, case.dtype) if given is None else given
         gradients, outputs = s.run(jax.grad(loss, has_aux=True), given, *batch(port, case.dtype))
-        after = s.on_one_vector(adamw_step(), gradients, given)
+        after = s.on_one_vector(s.first_step(OPTAX_ADAMW), gradients, given)
         rules = port.rules(port.config, scan)
         return Result(
             {name: np.asarray(x) for name, x in outputs.items()},

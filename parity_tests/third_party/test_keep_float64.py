@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from parity_tests.third_party import data
 from parity_tests.third_party import ports as p
-from parity_tests.third_party.test_llama import PORTS
+from parity_tests.third_party.of_transformers import PORTS, text
 from remat_jax.parity import float64_error, keep_float64
 
 # No padding: cast to float32, the mask's least float64 is minus infinity, and a query without visible keys gives NaN.
 PORT = dataclasses.replace(
-    PORTS["llama"], inputs={"input_ids": data.text(97)[0]["input_ids"]}, arguments=lambda x: (x["input_ids"],)
+    PORTS["llama"], inputs={"input_ids": text(97)[0]["input_ids"]}, arguments=lambda x: (x["input_ids"],)
 )
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 

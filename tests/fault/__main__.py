@@ -1,4 +1,4 @@
-"""`python -m tests.fault`: checks random programs, texts, files and selectors, and prints what is wrong."""
+"""`python -m tests.fault`: checks random programs, texts and files, and prints what is wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tests.fault import ops
 from tests.fault.checks import cases
 from tests.fault.files import check_files
 from tests.fault.module_state import module_states
-from tests.fault.selectors import check_selectors
 from tests.fault.tally import Tally, for_each
 from tests.fault.texts import check_texts
 
@@ -34,7 +33,6 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=0, help="random programs under random policies")
     parser.add_argument("--texts", type=int, default=0, help="malformed texts: policies, budgets, targets, meshes")
     parser.add_argument("--files", type=int, default=0, help="malformed files: plans, targets, weights")
-    parser.add_argument("--selectors", type=int, default=0, help="random blocks, each of whose arrays is selected by its name")
     parser.add_argument("--devices", type=int, default=1, help="over how many devices sharding constraints divide")
     parser.add_argument("--flags", default="", help="JAX's upgrade flags to switch on, as in `remat3,custom_jvp3`")
     parser.add_argument("--seed", type=int, default=0)
@@ -52,7 +50,6 @@ def main() -> int:
     wrong = check_texts(asked.texts, asked.seed, say)
     with tempfile.TemporaryDirectory() as folder:
         wrong += check_files(asked.files, asked.seed, Path(folder), say)
-    wrong += check_selectors(asked.selectors, asked.seed, say)
     return 1 if wrong + check_programs(asked) else 0
 
 

@@ -84,6 +84,7 @@ def test_a_number_of_thousands_of_digits_in_a_tensors_name_is_no_layer() -> None
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ("[]", "expected JSON with a weight_map"),
         ('{"weight_map": {"a": 3}}', "expected JSON with a weight_map"),
         ('{"weight_map": {"a": ""}}', "expected names of shards"),
         ('{"weight_map": {"a": "model.safetensors.index.json"}}', "expected names of shards"),
@@ -91,6 +92,7 @@ def test_a_number_of_thousands_of_digits_in_a_tensors_name_is_no_layer() -> None
         ('{"weight_map": {"a": "%s.safetensors"}}' % ("x" * 5000), "cannot be read .File name too long"),
         (r'{"weight_map": {"a": "b\u0000.safetensors"}}', "expected JSON with a weight_map"),
         ('{"weight_map": {"a": "/etc/x.safetensors"}}', "must be in its folder"),
+        ('{"weight_map": {"a": "../x.safetensors"}}', r"must be in its folder, unlike \.\./x"),
         ('{"weight_map": ' + DEEP, "expected JSON with a weight_map"),
     ],
 )
