@@ -41,7 +41,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-OLDER = "older"
 RECORDED = "recorded"
 _OURS = ("benchmarks", "examples", "parity_tests", "tests")
 _STATE = rf"\w+|{RECORDED} \d{{4}}-\d\d-\d\d [0-9a-f]{{7,}}"

@@ -209,7 +209,7 @@ def test_facts_before_it_is_applied() -> None:
     structs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in example(jnp.bfloat16)]
     (head,) = chunked_heads(lambda w, x, y: integer((x @ w).astype(jnp.float32), y).mean(), *structs, chunks=CHUNKS)
     assert (head.shape, head.dtype, head.axis, head.chunks) == ((ROWS, LENGTH, WORDS), "bfloat16", 1, CHUNKS)
-    assert head.logits_bytes == ROWS * LENGTH * WORDS * 4 and head.freed_bytes == head.logits_bytes * 3 // 4
+    assert head.logits_bytes == ROWS * LENGTH * WORDS * 4
     assert head.recomputed.flops >= 2 * ROWS * LENGTH * WIDTH * WORDS and "test_chunked_head.py" in head.source
 
 

@@ -140,10 +140,6 @@ class Policy:
         """The action of the first rule that matches; `recompute` if no rule matches."""
         return _action(self, candidate)
 
-    def selected_by(self, action: str) -> tuple[str, ...]:
-        """The selectors of the rules with this action, in order."""
-        return tuple(selector for rule in self.rules if rule.action == action for selector in rule.selectors)
-
 
 @functools.lru_cache(maxsize=1 << 16)
 def _action(policy: Policy, candidate: Candidate) -> str:

@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from remat_jax.compat.jaxprs import new_primitive
 from remat_jax.compat.tracing import is_on_host, on_device
 
-_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+_DEVICE = jax.memory.Space.Device
 
 
 def held(values: Sequence[Any], waits: Sequence[Any]) -> list[Any]:

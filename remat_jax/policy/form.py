@@ -127,11 +127,6 @@ class Policy:
         return any(rule.action is Action.OFFLOAD for rule in self.rules)
 
     @property
-    def saves_everything(self) -> bool:
-        """Whether every residual stays in device memory, as under ``everything`` and ``off``."""
-        return self.default is Action.SAVE and all(rule.action is Action.SAVE for rule in self.rules)
-
-    @property
     def automatic_globs(self) -> tuple[str, ...]:
         """The selectors that need automatic residual names: neither ``@…``, nor ``*``, nor a plain name.
 

@@ -42,11 +42,6 @@ class ChunkedHead:
     logits_bytes: int
     recomputed: Cost
 
-    @property
-    def freed_bytes(self) -> int:
-        """The bytes of logits that are no longer in memory. Their gradient, if it is an array of its own, frees as many."""
-        return self.logits_bytes - math.ceil(self.logits_bytes / self.chunks)
-
 
 class Chunks:
     """Heads and what the loss computes from their logits per token, in chunks along the dimension `dim` of the logits."""
