@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -269,15 +270,15 @@ def state_shardings(optimizer: Any, state: Any, trained: Any, shardings: Any) ->
 def under(mesh: AbstractMesh | None, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` traced under `mesh`, so that a bare `PartitionSpec` in its constraints refers to this mesh."""
 
-    def traced(*args: Any) -> Any:
+    @functools.wraps(function, updated=())
+    def traced(*args: Any, **kwargs: Any) -> Any:
         if mesh is None:
             with compat.lacking_mesh_explained():
-                return function(*args)
+                return function(*args, **kwargs)
         check_context(mesh.size, f"a workload on a mesh of {mesh.size} devices ({dict(mesh.shape)})")
         with jax.sharding.use_abstract_mesh(compat.with_lowered_device(mesh)):
-            return function(*args)
+            return function(*args, **kwargs)
 
-    traced.__name__ = getattr(function, "__name__", "function")
     return traced
 
 
