@@ -13,8 +13,9 @@ from flax import nnx
 
 from remat_jax.apply import nnx as nnx_blocks
 from remat_jax.apply.blocks import AS_WRITTEN, OwnCheckpoints, under_policies
+from remat_jax.apply.donation import donated
 from remat_jax.apply.find_blocks import FoundBlocks, find_blocks, find_blocks_of_step, trained_shapes
-from remat_jax.apply.finished_step import donated, of_arrays
+from remat_jax.apply.finished_step import of_arrays
 from remat_jax.apply.inner_loss import InnerLoss, LossInside
 from remat_jax.apply.pytrees import ModelArrays
 from remat_jax.apply.scope import BlockPolicies, checked_blocks
@@ -171,10 +172,8 @@ class Workload:
         if not callable(step):
             raise ArgumentError(f"step={step!r}: expected a function, the training step")
         self.own = OwnCheckpoints(own_checkpoints)
-        self.own_loss = None
-        self.optimizer, self.trainable = None, None
-        self.params, self.batch, self.has_aux = None, (), False
-        self.whole_batch = ()
+        self.own_loss = self.optimizer = self.trainable = None
+        self.params, self.batch, self.whole_batch, self.has_aux = None, (), (), False
         self.name = name or str(getattr(step, "__name__", "step"))
         self._blocks, self._search = None if blocks is None else checked_blocks(blocks), functools.cache(self._searched)
         places = donated(step, donate_argnums, len(args))
@@ -191,7 +190,8 @@ class Workload:
         self.loss = under(self.mesh, finished.function)
         reused = tuple(finished.places.index(place) for place in places if place in finished.places)
         self.donate = bool(reused)
-        self._finished = TrainingStep(self.loss, finished.shapes, reused, (), self.mesh, self.shardings, finished.names)
+        described = (), self.mesh, self.shardings, finished.names, finished.own
+        self._finished = TrainingStep(self.loss, finished.shapes, reused, *described)
         self._inside = LossInside(nnx_blocks.with_module_names(self.loss), finished.shapes, self.name)
         return self
 

@@ -38,7 +38,7 @@ MeshOption = Annotated[
     str | None,
     typer.Option(
         "--mesh",
-        metavar="AXIS=SIZE,…",
+        metavar="AXIS=SIZE",
         help="Use this mesh, such as data=8,fsdp=8, instead of the workload's own, with the same shardings. Without shardings, "
         "the batch is partitioned over data and fsdp, and each parameter over fsdp.",
     ),
