@@ -18,6 +18,7 @@ from remat_jax.apply.scope import BlockPolicies, applying
 from remat_jax.core.marks import CHECKPOINTS, SCANS, Block
 from remat_jax.errors import BlockError
 from remat_jax.policy import Policy
+from remat_jax.report.activity import activity
 from remat_jax.report.tables import format_bytes, render, table
 
 _WORTH, _EQUAL, _LEAST = 0.03, 0.005, 0.1
@@ -100,6 +101,7 @@ _ANYWHERE = BlockPolicies((("\0", Policy.parse("full")),), waits=True)
 """Policies that select nothing, under which all calls of modules are intercepted."""
 
 
+@activity("tracing the loss to find its blocks")
 def find_blocks(loss: Callable[..., Any], trained: Any, others: tuple[Any, ...], name: str) -> FoundBlocks:
     """The blocks of `loss(trained, *others)`, a scalar; the arguments are pytrees of arrays or of their types.
 
@@ -113,6 +115,7 @@ def find_blocks(loss: Callable[..., Any], trained: Any, others: tuple[Any, ...],
     return _chosen([TracedLoss(seen, jaxpr, range(len(jax.tree.leaves(trained))), 1)], name)
 
 
+@activity("tracing the loss to find its blocks")
 def find_blocks_of_step(step: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> FoundBlocks:
     """The blocks of the losses that a training step differentiates.
 

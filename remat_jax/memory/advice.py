@@ -19,6 +19,7 @@ from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.hlo.live import RESULT, LiveBuffer, Timeline
 from remat_jax.memory.hlo.text import arrays_of
+from remat_jax.report.activity import activity
 from remat_jax.report.tables import format_bytes
 from remat_jax.train import OffloadedOptimizer
 from remat_jax.train.chunked_head import CHUNKS
@@ -62,6 +63,7 @@ class Advice:
         return f"{self.what}: {format_bytes(self.bytes)} less ({origin}): {self.how}. {self.why}."
 
 
+@activity("looking for changes beyond the blocks")
 def traced_products(workload: Workload) -> tuple[SoftmaxProduct, ...]:
     """The matmuls before a softmax in the traced loss, or in the finished step of a workload without a loss."""
     function, arguments = workload.loss, (workload.params, *workload.batch)
