@@ -37,6 +37,7 @@ _LETTERS = 12
 _RING = 11
 FRONTIER, THE_PLAN = "frontier", "the plan"
 """Names of the series that the page's script reads: the slider's points, and the ring around the plan."""
+UNUSABLE = "a named policy that cannot be the plan"
 _FAR, _NEAR = 1.25, 1.12
 """The upper edge above the slowest point of the line, and the frame above the upper edge (`_spread` of the times)."""
 
@@ -280,13 +281,17 @@ def _outside(box: Box, area: Box) -> float:
 
 
 class FrontierPoint(NamedTuple):
-    """A training step: its device memory, its estimated time, and whether it was compiled; only a named policy has a `name`."""
+    """A training step: its device memory, its estimated time, and whether it was compiled; only a named policy has a `name`.
+
+    A policy that is not `usable` cannot be the plan, whatever its memory; its tooltip says why.
+    """
 
     device_bytes: int
     seconds: float
     compiled: bool
     tooltip: str
     name: str = ""
+    usable: bool = True
 
 
 def frontier_figure(
@@ -299,7 +304,8 @@ def frontier_figure(
 ) -> Picture:
     """The frontier (the least memory first), the named policies, the `chosen` plan in a ring, and the budget as a dashed line.
 
-    Points that were not compiled are hollow. Raises `ValueError` for an empty frontier.
+    Points that were not compiled are hollow, and policies that are not usable are grey diamonds. Raises `ValueError` for an
+    empty frontier.
 
     >>> chosen, full = FrontierPoint(2**30, 1.0, True, "1 GiB"), FrontierPoint(2**30, 1.2, True, "", "full")
     >>> picture = frontier_figure([chosen], [full], chosen, budget=2**31)
@@ -331,11 +337,11 @@ def frontier_figure(
             **look,
         )
 
-    drawn = [
-        series(FRONTIER, BLUE, frontier, line=[at(point) for point in frontier]),
-        series("a named policy", INK, named, names=[label(point) for point in named]),
-        Series(THE_PLAN, VERMILLION, rings=[at(chosen)]),
-    ]
+    drawn = [series(FRONTIER, BLUE, frontier, line=[at(point) for point in frontier])]
+    for name, colour, shape, usable in (("a named policy", INK, "circle", True), (UNUSABLE, GREY, "diamond", False)):
+        if policies := [point for point in named if point.usable is usable]:
+            drawn.append(series(name, colour, policies, names=[label(point) for point in policies], shape=shape))
+    drawn.append(Series(THE_PLAN, VERMILLION, rings=[at(chosen)]))
     hollow = Key("hollow: predicted, not compiled", GREY, shape="circle", hollow=True)
     limit = ("budget", scaled_bytes(budget, unit))
     panel = Panel(title, f"device memory, {unit}", f"estimated step, {word}", drawn, limit=limit, keys=[hollow])
