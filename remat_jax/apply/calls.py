@@ -6,7 +6,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,7 +16,7 @@ from flax import linen
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.methods import CALL, defines, first_name
+from remat_jax.apply.methods import CALL, block_path, defines, first_name
 from remat_jax.identity import ByIdentity
 
 Call = Callable[..., Any]
@@ -27,6 +27,15 @@ _globs: ContextVar[tuple[str, ...]] = ContextVar("globs", default=())
 _inside: ContextVar[tuple[tuple[Any, str], ...]] = ContextVar("inside", default=())
 # The context in which each module is called (`listening`).
 _listener: ContextVar[Callable[[type, str], AbstractContextManager[Any]] | None] = ContextVar("listener", default=None)
+
+
+naming = compat.trace_context(False, reaches_blocks=False)
+"""Whether modules and marked functions run in scopes named by their paths (`with_module_names`)."""
+
+
+def scope_of(path: str) -> AbstractContextManager[Any]:
+    """A scope named by this path, if modules have such scopes here (`naming`)."""
+    return jax.named_scope(path) if naming.value else nullcontext()
 
 
 def listening(listener: Callable[[type, str], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
@@ -95,14 +104,14 @@ def intercepted(methods: Iterable[tuple[type, str]], path_of: Callable[[Any], st
 def _dispatching(method: str, path_of: Callable[[Any], str], call: Call, original: Call) -> Call:
     @functools.wraps(original)
     def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        name = first_name(type(self), method)
-        return run_module(
-            self,
-            path_of(self),
-            lambda: original(self, *args, **kwargs),
-            lambda policy, audit: call(self, original, policy, args, kwargs, audit, method=name),
-            name,
-        )
+        name, path = first_name(type(self), method), path_of(self)
+
+        def checkpointed(policy: Any, audit: Audit) -> Any:
+            # A module that is called inside another one runs in a scope already.
+            with nullcontext() if in_named_part() else scope_of(block_path(path, name)):
+                return call(self, original, policy, args, kwargs, audit, method=name)
+
+        return run_module(self, path, lambda: original(self, *args, **kwargs), checkpointed, name)
 
     return dispatch
 
