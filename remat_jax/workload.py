@@ -318,7 +318,7 @@ class Workload:
     def replaced_checkpoints(self) -> int:
         """How many of the model's own checkpoints a policy on the blocks replaces; a checkpoint in a scan counts once."""
         arguments = (self.params, *self.batch) if self._finished is None else self._finished.arguments
-        return self.own.count(self.loss, self.blocks, arguments)
+        return self.own.count(self.loss, lambda: self.blocks, arguments)
 
     def policy_text(self, text: str) -> str:
         """The policy's name in tables: `text`, but `as written` for `off` if the policies replace the model's checkpoints."""

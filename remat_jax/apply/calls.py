@@ -26,7 +26,7 @@ _globs: ContextVar[tuple[str, ...]] = ContextVar("globs", default=())
 # The calls that are being traced under their policy: a module or function, and the method.
 _inside: ContextVar[tuple[tuple[Any, str], ...]] = ContextVar("inside", default=())
 # The context in which each module is called (`listening`).
-_listener: ContextVar[Callable[[type, str], AbstractContextManager[Any]] | None] = ContextVar("listener", default=None)
+_listener: ContextVar[Callable[[Any, str], AbstractContextManager[Any]] | None] = ContextVar("listener", default=None)
 
 
 naming = compat.trace_context(False, reaches_blocks=False)
@@ -38,9 +38,18 @@ def scope_of(path: str) -> AbstractContextManager[Any]:
     return jax.named_scope(path) if naming.value else nullcontext()
 
 
-def listening(listener: Callable[[type, str], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
-    """Inside this context each module, of class `cls` at `path`, is called in the context `listener(cls, path)`."""
+def listening(listener: Callable[[Any, str], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
+    """Inside this context each module at `path` is called in the context `listener(its class, path)`.
+
+    A marked function is called in the context `listener(function, path)`.
+    """
     return compat.setting(_listener, listener)
+
+
+def heard(block: Any, path: str) -> AbstractContextManager[Any]:
+    """The listener's context for a call of a module's class, or of a marked function, at `path`."""
+    listener = _listener.get()
+    return nullcontext() if listener is None else listener(block, path)
 
 
 def is_listening() -> bool:
@@ -72,10 +81,10 @@ def run_module(
     policies = scope.active()
     if policies is None or is_inside(module, method):
         return plain()
-    record, listener = scope.record(), _listener.get()
-    if listener is not None and method == CALL:
+    record = scope.record()
+    if is_listening() and method == CALL:
         # A call of `super().__call__` is a part of this call.
-        with listener(type(module), path), entered(module, method):
+        with heard(type(module), path), entered(module, method):
             return plain()
     if method == CALL:
         record.modules.setdefault(path, type(module).__name__)

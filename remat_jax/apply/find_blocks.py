@@ -226,7 +226,7 @@ def _nothing(found: Sequence[Found], total: int, name: str) -> str:
     listed = "; ".join(f"{_shown(each)} ({_times(each.calls)}, {format_bytes(each.bytes)})" for each in most[:8])
     seen = f" The parts with the most of its {format_bytes(total)} of residuals: {listed}." if listed else ""
     return (
-        f"blocks=None: no module, checkpoint or scan in {name!r} with much of its residuals is repeated.{seen} Name the "
-        "blocks: a class, or a method that runs a layer (Layer.encode). To make a plain function a block, mark it with "
-        "@remat_jax.block."
+        f"blocks=None: no module, marked function, checkpoint or scan in {name!r} with much of its residuals is "
+        f"repeated.{seen} Name the blocks: a class, or a method that runs a layer (Layer.encode). To make a plain function a "
+        "block, mark it with @remat_jax.block."
     )

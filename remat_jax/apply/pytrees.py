@@ -20,7 +20,7 @@ from flax import linen, nnx
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.calls import Call, entered, intercepted, is_inside, named_scopes, scope_of
+from remat_jax.apply.calls import Call, entered, heard, intercepted, is_inside, is_listening, named_scopes, scope_of
 from remat_jax.apply.haiku import is_haiku
 from remat_jax.apply.methods import CALL, block_path, classes_and_methods, defines, with_own_method
 from remat_jax.apply.region import RegionPolicy, run_block
@@ -220,8 +220,11 @@ def block(fn: F | None = None, *, parameters: str | Iterable[str] | None = None)
 
     @functools.wraps(fn)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        policies = scope.active()
-        policy = None if policies is None or is_inside(marked) else policies.find_function(marked)
+        policies = None if is_inside(marked) else scope.active()
+        if policies is not None and is_listening():
+            with heard(marked, path), entered(marked):
+                return fn(*args, **kwargs)
+        policy = None if policies is None else policies.find_function(marked)
         if policies is None or policy is None:
             with scope_of(path):
                 return fn(*args, **kwargs)
