@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
+from remat_jax.apply.donation import OwnArguments
 from remat_jax.mesh import local_struct
 from remat_jax.report.stacked_bars import ARGUMENT
 
@@ -25,6 +26,7 @@ class TrainingStep:
       mesh: the mesh that the step is partitioned over; None for a single device.
       shardings: a tuple with a pytree of shardings for each argument; empty without a mesh.
       signature: the names that the user's own step gives its arguments.
+      own: which arguments the user's own step replaces, and how its `jit` donates them.
     """
 
     function: Callable[..., Any]
@@ -34,6 +36,7 @@ class TrainingStep:
     mesh: AbstractMesh | None = None
     shardings: tuple[Any, ...] = ()
     signature: tuple[str, ...] = ()
+    own: OwnArguments | None = None
 
     @property
     def labels(self) -> tuple[str, ...]:

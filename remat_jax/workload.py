@@ -13,9 +13,11 @@ from flax import nnx
 
 from remat_jax.apply import nnx as nnx_blocks
 from remat_jax.apply.blocks import AS_WRITTEN, OwnCheckpoints, under_policies
+from remat_jax.apply.donation import donated
 from remat_jax.apply.find_blocks import FoundBlocks, find_blocks, find_blocks_of_step, trained_shapes
-from remat_jax.apply.finished_step import donated, of_arrays
+from remat_jax.apply.finished_step import of_arrays
 from remat_jax.apply.inner_loss import InnerLoss, LossInside
+from remat_jax.apply.module_names import with_module_names
 from remat_jax.apply.pytrees import ModelArrays
 from remat_jax.apply.scope import BlockPolicies, checked_blocks
 from remat_jax.core.marks import Block
@@ -171,10 +173,8 @@ class Workload:
         if not callable(step):
             raise ArgumentError(f"step={step!r}: expected a function, the training step")
         self.own = OwnCheckpoints(own_checkpoints)
-        self.own_loss = None
-        self.optimizer, self.trainable = None, None
-        self.params, self.batch, self.has_aux = None, (), False
-        self.whole_batch = ()
+        self.own_loss = self.optimizer = self.trainable = None
+        self.params, self.batch, self.whole_batch, self.has_aux = None, (), (), False
         self.name = name or str(getattr(step, "__name__", "step"))
         self._blocks, self._search = None if blocks is None else checked_blocks(blocks), functools.cache(self._searched)
         places = donated(step, donate_argnums, len(args))
@@ -190,9 +190,9 @@ class Workload:
         self.mesh, self.shardings = on_mesh(mesh, shardings, finished.arrays, names, usual)
         self.loss = under(self.mesh, finished.function)
         reused = tuple(finished.places.index(place) for place in places if place in finished.places)
-        self.donate = bool(reused)
-        self._finished = TrainingStep(self.loss, finished.shapes, reused, (), self.mesh, self.shardings, finished.names)
-        self._inside = LossInside(nnx_blocks.with_module_names(self.loss), finished.shapes, self.name)
+        self.donate, placed = bool(reused), (self.mesh, self.shardings)
+        self._finished = TrainingStep(self.loss, finished.shapes, reused, (), *placed, finished.names, finished.own)
+        self._inside = LossInside(with_module_names(self.loss, self._blocks or ()), finished.shapes, self.name)
         return self
 
     @classmethod
@@ -297,9 +297,9 @@ class Workload:
 
     def with_policy(self, fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
         """`fn` with `policy` on the workload's blocks: a policy, policies by layer, or a mapping from block to either."""
-        if not isinstance(policy, dict) and is_off(as_block_policy(policy)):
-            return nnx_blocks.with_module_names(fn)
-        return nnx_blocks.with_module_names(under_policies(fn, self._policies(policy), self.own.note))
+        if isinstance(policy, dict) or not is_off(as_block_policy(policy)):
+            fn = under_policies(fn, self._policies(policy), self.own.note)
+        return with_module_names(fn, self._blocks or ())
 
     def _policies(self, policy: Any) -> BlockPolicies:
         by_block = policy if isinstance(policy, dict) else dict.fromkeys(self.blocks, as_block_policy(policy))
@@ -318,7 +318,7 @@ class Workload:
     def replaced_checkpoints(self) -> int:
         """How many of the model's own checkpoints a policy on the blocks replaces; a checkpoint in a scan counts once."""
         arguments = (self.params, *self.batch) if self._finished is None else self._finished.arguments
-        return self.own.count(self.loss, self.blocks, arguments)
+        return self.own.count(self.loss, lambda: self.blocks, arguments)
 
     def policy_text(self, text: str) -> str:
         """The policy's name in tables: `text`, but `as written` for `off` if the policies replace the model's checkpoints."""

@@ -182,6 +182,32 @@ def test_functions_have_scans_and_checkpoints(loss: Any, block: str) -> None:
         assert each.blocks == (block,) and each.found is not None and each.found.taken[0].calls == 4
 
 
+@rj.block
+def marked(x, w):
+    return layer(x, w)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_marked_function_is_found(scan: bool) -> None:
+    """It is preferred to the scan around it; a step that differentiates the loss has the same blocks."""
+
+    def loss(ws, x):
+        if scan:
+            return in_a_scan(marked, ws, x)
+        for w in ws:
+            x = marked(x, w)
+        return x.sum()
+
+    ws, x = W if scan else EACH_W, jnp.ones((4, 8))
+    job = rj.Workload(loss, ws, (x,))
+    (taken,) = job.find_blocks().taken
+    assert (taken.block, taken.name, taken.calls) == (marked, "marked", 4)
+    named, found = rj.residuals(rj.Workload(loss, ws, (x,), marked), "full"), rj.residuals(job, "full")
+    assert named.device_bytes == found.device_bytes < rj.residuals(job, "off").device_bytes
+    step = rj.Workload.from_step(jax.jit(lambda ws, x: jax.grad(loss)(ws, x)), ws, x)
+    assert step.blocks == (marked,) and "marked (4 calls)" in step.find_blocks().text
+
+
 def test_a_policy_on_scans_replaces_checkpoints_in_and_around_them_and_its_inputs_are_the_carries() -> None:
     """The rows of the weights are parameters; only the four carries of 4 x 8 numbers are inputs."""
     plain, inside = (functools.partial(in_a_scan, each) for each in (layer, jax.checkpoint(layer)))
@@ -214,7 +240,7 @@ def test_a_policy_without_a_block_is_one_for_the_blocks_found() -> None:
             for one, other in zip(*map(jax.tree.leaves, (found(W, x[:rows]), run(given)(W, x[:rows]))), strict=True):
                 assert bool((one == other).all())
         assert traces == [4, 4, 4, 4, 2, 2, 2]  # the third call searches too
-    with pytest.raises(BlockError, match="blocks=None: no module, checkpoint or scan in 'sin' with much of its residuals"):
+    with pytest.raises(BlockError, match="blocks=None: no module, marked function, checkpoint or scan in .sin. with much"):
         rj.checkpoint_blocks(jnp.sin, "full")(x)
     with pytest.raises(BlockError, match="block='scans': the function has no scan of two or more iterations"):
         rj.checkpoint_blocks(lambda x: x.sum(), {"scans": "full"})(x)
@@ -264,6 +290,16 @@ def test_without_a_choice_the_error_shows_the_candidates() -> None:
         _ = job_of(stack(*[Pair] * 16)()).blocks
     with pytest.raises(BlockError, match="step='abs': it takes no gradient"):
         _ = rj.Workload.from_step(jnp.abs, jnp.ones(3), name="abs").blocks
+
+
+def test_a_model_without_blocks_is_measured_and_diagnosed_as_it_is() -> None:
+    w, x = jnp.ones((8, 8)), jnp.ones((4, 8))
+    job = rj.Workload(lambda w, x: jnp.sin(x @ w).sum(), w, (x,))
+    step = rj.Workload.from_step(jax.jit(lambda w, x: w - jax.grad(job.loss)(w, x)), w, x)
+    for each in (job, step):
+        assert rj.measure(each, "off", "cpu").policy == "off" and rj.doctor(each, "off").ok
+        with pytest.raises(BlockError, match="blocks=None"):
+            rj.measure(each, "full", "cpu")
 
 
 def test_steps_and_arguments_on_the_command_line(tmp_path: Any) -> None:

@@ -117,6 +117,31 @@ def test_one_step_has_one_figure_on_the_page():
     assert "2.1 ms to 3.4 ms over keeping everything (25 %)" in text
 
 
+def test_a_bound_that_a_compiled_policy_beats_is_left_out():
+    """A plan whose search was cut short: `full`, compiled for the page, fits and is faster than the plan's bound."""
+    bounded = replace(PLAN, timed=True, budget=2**40, lower_bound=0.95 * PLAN.seconds)
+    for share, bound in ((0.9, None), (0.97, bounded.lower_bound)):
+        shown = gather(JOB, ["off", "full"], "cpu", plan=bounded)
+        for index, seconds in enumerate((PLAN.seconds, share * PLAN.seconds, PLAN.seconds)):
+            memory = replace(shown.policies[index].memory, seconds=seconds, assumed_rates=("flops",))
+            shown.policies[index] = replace(shown.policies[index], memory=memory)
+        gathering._as_compiled(shown)
+        shown.plan = plan_as_compiled(shown)
+        assert shown.plan.lower_bound == bound
+        assert ("no plan within the budget" in page.page(shown)) is (bound is not None)
+
+
+def test_no_trap_is_claimed_only_for_policies_whose_search_was_finished(found):
+    (full,) = found.policies
+    unfinished = replace(full, name="dots", diagnosis=None)
+    for policies, said in (
+        ([full], "No known trap was found under any of these policies."),
+        ([full, unfinished], "No known trap was found under full."),
+        ([unfinished], "The search for traps was not finished."),
+    ):
+        assert f"<h3>Traps</h3><p>{said}</p>" in page.page(replace(found, policies=policies))
+
+
 @pytest.mark.parametrize("plan", ["lots", "plan.json", 2.5])
 def test_what_is_no_plan_is_called_one(plan):
     with pytest.raises(errors.PlanningError) as error:

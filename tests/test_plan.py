@@ -24,6 +24,7 @@ from remat_jax.errors import (
     UnsupportedError,
 )
 from remat_jax.hardware import target
+from remat_jax.memory.compile.process import NotDoneError
 from remat_jax.memory.measure import measure_many
 from remat_jax.planning import compile_candidates, loop, make_plan
 from remat_jax.planning.explain import summary
@@ -217,21 +218,28 @@ def test_less_than_the_parameters_is_said_without_compiling(monkeypatch):
     assert caught.value.held_by == {"batch": 2048 * WIDTH * 4, "parameters": 2 * LAYERS * 4 * WIDTH * WIDTH * 4}
 
 
-def test_what_cannot_be_compiled_is_left_out_and_told(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("error", "note", "remark"),
+    [
+        (CompileError("it crashed; it said nothing"), "plan 2 could not be compiled: it crashed", "could not be compiled"),
+        (NotDoneError("not done after timeout=9 s"), "dots would fit and be faster", "was not compiled in time"),
+    ],
+)
+def test_what_cannot_be_compiled_is_left_out_and_told(error, note, remark, monkeypatch, tmp_path):
     compile_programs = compile_candidates.compile_programs
 
     def failing(programs, *rest, **options):
         if programs[0].key.startswith("plan") or programs[0].key == "dots":
-            raise CompileError("the compiler crashed; it said nothing")
+            raise error
         return compile_programs(programs, *rest, **options)
 
     monkeypatch.setattr(compile_candidates, "compile_programs", failing)
     plan = rj.plan(job(scanned=True), BUDGET, "cpu")
     assert plan.device_bytes <= BUDGET and [name for name, _ in plan.tried if name == "a plan"] == []
-    assert any("plan 2 could not be compiled: the compiler crashed" in note for note in plan.notes)
+    assert any(note in each for each in plan.notes)
     assert rj.Plan.load(plan.save(tmp_path / "plan.json")) == plan
     remarks = {point.name: point.remark for point in plan.named}
-    assert remarks["dots"] == "it could not be compiled" and remarks["full"] == ""
+    assert remarks["dots"] == f"it {remark}" and remarks["full"] == ""
 
 
 @pytest.mark.parametrize(

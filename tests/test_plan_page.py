@@ -12,8 +12,8 @@ import pytest
 from remat_jax.planning.explain import beyond_table, signed, time_text
 from remat_jax.planning.page import page, picture, with_plan
 from remat_jax.planning.plan_data import Beyond, Point, unbeaten
-from remat_jax.report.chart import FRONTIER, THE_PLAN, FrontierPoint, frontier_figure
-from remat_jax.report.svg import NARROW, WIDTH
+from remat_jax.report.chart import FRONTIER, THE_PLAN, UNUSABLE, FrontierPoint, frontier_figure
+from remat_jax.report.svg import GREY, NARROW, WHITE, WIDTH
 from remat_jax.report.tables import render
 from tests.plan_by_hand import MIB, plan
 
@@ -111,6 +111,25 @@ def test_the_picture_has_every_policy_and_the_budget():
     assert "slow" in [element.text for element in ElementTree.fromstring(picture(plan(named=slow)).svg()).iter(f"{SVG}text")]
     with pytest.raises(ValueError, match="frontier is empty"):
         frontier_figure([], [], FrontierPoint(1, 1.0, True, ""), 1, "t")
+
+
+def test_a_policy_that_cannot_be_the_plan_is_a_grey_diamond_with_its_reason():
+    """A policy without figures, such as `dots` of the handmade plan, has no place."""
+    near = Point("dots", 95 * MIB, 0, 0.0122, True, remark="too large with cuBLAS")
+    guessed = Point("slim", 98 * MIB, 0, 0.0121, False, remark="probably too large with cuBLAS")
+    made = plan(named=(*plan().named[:2], near, guessed, plan().named[2]))
+    drawn = ElementTree.fromstring(picture(made).svg())
+    groups = {group.get("data-series"): list(group) for group in drawn.iter(f"{SVG}g")}
+    assert [mark.tag for mark in groups["a named policy"]] == [f"{SVG}circle"] * 2
+    diamonds = groups[UNUSABLE]
+    assert [mark.tag for mark in diamonds] == [f"{SVG}polygon"] * 2
+    assert [mark.get("fill") for mark in diamonds] == [GREY, WHITE], "a prediction is hollow"
+    tips = [mark.find(f"{SVG}title").text for mark in diamonds]
+    assert tips[0].startswith("dots: 95.0 MiB (compiled), 12 ms") and tips[0].endswith("; too large with cuBLAS")
+    assert tips[1].endswith("; probably too large with cuBLAS")
+    texts = [element.text for element in drawn.iter(f"{SVG}text")]
+    assert {"dots", "slim", UNUSABLE} <= set(texts) and "Grey diamonds" in page(made)
+    assert UNUSABLE not in picture(plan()).svg() and "Grey diamonds" not in page(plan())
 
 
 def test_figures_on_a_mesh_are_per_device():

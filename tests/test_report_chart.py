@@ -120,6 +120,42 @@ def test_a_limit_has_a_gap_for_a_name_that_must_cross_it():
     assert top < start <= below - 9 and below <= end < bottom
 
 
+def test_a_name_crosses_the_limit_rather_than_go_far_away_and_keeps_clear_of_the_limits_name():
+    """As in a report: a line close to the left of the point, and the limit close to the right."""
+    (near,) = place_labels(
+        [(50, 100)],
+        [(150, 14)],
+        (0, 0, 600, 200),
+        taken=boxes_along([(40, 0), (45, 200)]),
+        crossed=boxes_along([(120, 0), (120, 200)]),
+    )
+    assert near[0] == pytest.approx(59) and near[2] > 120, "beside the point"
+    (clear,) = place_labels([(50, 100)], [(60, 14)], (0, 0, 600, 200), crossed=boxes_along([(100, 0), (100, 200)]))
+    assert not clear[0] < 100 < clear[2], "a place nearby without crossing"
+    named = Series("named", INK, points=[(2.15, 3.0), (1.0, 1.0), (4.0, 1.0)], names=["a_named_policy", "", ""])
+    root = drawn(Panel("", "x", "y", [named], limit=("budget", 2.2)))
+    at = {text.text: (float(text.get("x")), float(text.get("y"))) for text in root.iter(f"{SVG}text")}
+    (left, below), (end, line) = at["a_named_policy"], at["budget"]
+    boxes = (
+        (left, below - 12, left + text_width("a_named_policy", 12), below),
+        (end - text_width("budget", 12), line - 12, end, line),
+    )
+    assert not overlap(*boxes)
+
+
+def test_a_bars_text_interrupts_the_line_of_the_limit():
+    picture = stacked_figure(
+        {"off": {("a", "kept"): 40}, "full": {("a", "kept"): 29}}, "bytes", limit=("budget", 30), width=800
+    )
+    root = ElementTree.fromstring(picture.svg())
+    lines = [path.get("d") for path in root.iter(f"{SVG}path") if path.get("stroke-dasharray")]
+    spans = [tuple(map(float, re.findall(r" ([\d.]+)", line))) for line in lines]
+    text = next(text for text in root.iter(f"{SVG}text") if (text.text or "").startswith("29"))
+    assert {"off", "full"} <= {text.text for text in root.iter(f"{SVG}text")}
+    assert len(spans) == 4, "one line of off, two of full, and the key"
+    assert not any(top < float(text.get("y")) - 4 < bottom for top, bottom in spans)
+
+
 def test_a_limit_is_named_and_in_view():
     picture = chart([Panel("t", "x", "y", [RESULT], limit=("budget", 40.0))])
     x = re.search(r'd="M([\d.]+) [^"]*" fill="none" stroke="#D55E00" stroke-width="1.3" stroke-dasharray', picture.svg())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections import Counter
@@ -17,9 +18,11 @@ from typer.testing import CliRunner
 import remat_jax as rj
 from remat_jax import errors
 from remat_jax.cli.app import app
+from remat_jax.memory.compile.process import NotDoneError
 from remat_jax.memory.measure import measure_many
 from remat_jax.memory.report import Receipt
 from remat_jax.overview import gathered as gathering
+from remat_jax.overview import save
 from remat_jax.overview.page import findings, notes, offload_rows, policy_cells, summary, warnings
 from remat_jax.overview.save import gather
 from remat_jax.planning.problem import keeping_seconds
@@ -334,6 +337,20 @@ def test_the_command_writes_the_page_and_says_where(file, tmp_path):
     assert "one training step compiled for cpu" in " ".join(done.stdout.split()) and "the plan" in done.stdout
     assert f"Report: {page}" in done.stdout.replace("\n", "") and "looking for traps under full" in done.stderr
     assert "Fits: within the budget, 6.0 MiB" in page.read_text()
+
+
+def test_a_plan_that_is_not_found_in_time_does_not_end_the_report(file, tmp_path, monkeypatch):
+    def late(*_, **__):
+        raise NotDoneError("timeout=200 s was over before a step of 'job' was compiled.")
+
+    monkeypatch.setattr(save, "make_plan", late)
+    page = tmp_path / "report.html"
+    done = run(f"{file}:job", "-p", "full", "--target", "cpu", "--budget", "9 MiB", "--timeout", "400", "-o", page, "--json")
+    assert done.exit_code == 1, done.stderr
+    data = json.loads(done.stdout)
+    why = "timeout=200 s was over before a step of 'job' was compiled. The plan has half of timeout=400 s"
+    assert data["left_out"] == {"the plan": why} and data["plan"] is None and len(data["policies"]) == 1
+    assert f"Left out: the plan: {html.escape(why)}" in page.read_text()
 
 
 def test_its_json_has_the_figures_and_a_failed_comparison_exits_1(file, tmp_path, monkeypatch):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +63,32 @@ def test_a_table_has_no_control_character_and_no_letter_that_the_encoding_lacks(
     progress = run(folder, f"{MEASURE} >&-", PYTHONIOENCODING="latin-1")
     assert progress.returncode == 0 and b"compiled everything" in progress.stderr
     assert without_control_characters(progress.stderr)
+
+
+def test_a_terminal_shows_what_goes_on_while_the_users_code_runs_and_is_traced(folder: Path) -> None:
+    """In a pipe each step has its line, and nothing else is printed."""
+    (folder / "slow.py").write_text(
+        "import time\nfrom train import *\nof_train = job\n\ndef slow():\n    time.sleep(0.5)\n    made = of_train()\n"
+        "    loss = made.loss\n    made.loss = lambda *args: [time.sleep(0.5), loss(*args)][1]\n    return made\n"
+    )
+    command = f"{COMMAND} measure slow.py:slow --target cpu -p full"
+    piped = run(folder, command).stderr.decode()
+    lines = [re.sub(r"\d+ s", "N s", line) for line in piped.splitlines()]
+    assert lines[0].startswith("[0/1, N s] a ")
+    assert sorted(lines[1:]) == [f"[1/1, N s] compiled {policy} for cpu" for policy in ("full", "off")]
+    main, worker = pty.openpty()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "70", "TERM": "xterm"}
+    process = subprocess.Popen(["sh", "-c", command], cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=worker)
+    os.close(worker)
+    text = ""
+    with contextlib.suppress(OSError):  # Linux ends a pseudo-terminal with an error
+        while part := os.read(main, 1 << 16):
+            text += part.decode()
+    os.close(main)
+    assert process.wait(240) == 0
+    for activity in ("running slow.py:slow", "tracing the step under full", "tracing what full keeps"):
+        assert re.search(rf"{activity}, \d+ s", text), text
+    assert "tracing," in text and "…" not in text, "a long line is broken, not cut"
 
 
 def without_control_characters(shown: bytes) -> bool:

@@ -215,7 +215,7 @@ def test_wrong_arguments_are_named():
         rj.Workload.from_step(3, blocks=Block)
     with pytest.raises(ArgumentError, match="model=.*expected an NNX module"):
         rj.Workload.from_nnx(MODEL, nnx_loss, (X,), Block)
-    with pytest.raises(BlockError, match="blocks=None: no module, checkpoint or scan in 'nnx_loss' with much"):
+    with pytest.raises(BlockError, match="blocks=None: no module, marked function, checkpoint or scan in 'nnx_loss' with much"):
         rj.residuals(rj.Workload.from_nnx(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx_loss, (X,)), "full")
     with pytest.raises(BlockError, match="block=BatchNorm: this class was never called"):
         rj.residuals(rj.Workload(loss, PARAMS, (X,), nn.BatchNorm), "full")

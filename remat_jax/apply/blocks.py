@@ -172,17 +172,18 @@ class OwnCheckpoints:
             # `record.replaced` counts a body twice if it is traced twice. So `count` has to count the regions.
             self._count = None
 
-    def count(self, function: Callable[..., Any], blocks: Iterable[Block], arguments: tuple[Any, ...]) -> int:
-        """How many checkpoints a policy on the `blocks` of `function` replaces. `function` is traced at most once."""
+    def count(self, function: Callable[..., Any], blocks: Callable[[], Iterable[Block]], arguments: tuple[Any, ...]) -> int:
+        """How many checkpoints a policy on the `blocks()` of `function` replaces. `function` is traced at most once."""
         if self._count is None:
             records: list[Record] = []
-            kept = under_policies(function, BlockPolicies.of(dict.fromkeys(blocks, "full"), keeps=True), records.append)
             try:
+                policies = BlockPolicies.of(dict.fromkeys(blocks(), "full"), keeps=True)
+                kept = under_policies(function, policies, records.append)
                 with silenced():
                     around = checkpoints_around_blocks(jax.make_jaxpr(kept)(*arguments))
                 # Regions that are blocks themselves are replaced even under "keep".
                 self._count = around + records[-1].replaced + records[-1].kept
             except RematError:
-                # A block is never called. Applying a policy raises this error later.
+                # No block is found, or one is never called. Applying a policy raises this error later.
                 self._count = 0
         return self._count

@@ -6,7 +6,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,7 +16,7 @@ from flax import linen
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.methods import CALL, defines, first_name
+from remat_jax.apply.methods import CALL, block_path, defines, first_name
 from remat_jax.identity import ByIdentity
 
 Call = Callable[..., Any]
@@ -26,12 +26,30 @@ _globs: ContextVar[tuple[str, ...]] = ContextVar("globs", default=())
 # The calls that are being traced under their policy: a module or function, and the method.
 _inside: ContextVar[tuple[tuple[Any, str], ...]] = ContextVar("inside", default=())
 # The context in which each module is called (`listening`).
-_listener: ContextVar[Callable[[type, str], AbstractContextManager[Any]] | None] = ContextVar("listener", default=None)
+_listener: ContextVar[Callable[[Any, str], AbstractContextManager[Any]] | None] = ContextVar("listener", default=None)
 
 
-def listening(listener: Callable[[type, str], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
-    """Inside this context each module, of class `cls` at `path`, is called in the context `listener(cls, path)`."""
+naming = compat.trace_context(False, reaches_blocks=False)
+"""Whether modules and marked functions run in scopes named by their paths (`with_module_names`)."""
+
+
+def scope_of(path: str) -> AbstractContextManager[Any]:
+    """A scope named by this path, if modules have such scopes here (`naming`)."""
+    return jax.named_scope(path) if naming.value else nullcontext()
+
+
+def listening(listener: Callable[[Any, str], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
+    """Inside this context each module at `path` is called in the context `listener(its class, path)`.
+
+    A marked function is called in the context `listener(function, path)`.
+    """
     return compat.setting(_listener, listener)
+
+
+def heard(block: Any, path: str) -> AbstractContextManager[Any]:
+    """The listener's context for a call of a module's class, or of a marked function, at `path`."""
+    listener = _listener.get()
+    return nullcontext() if listener is None else listener(block, path)
 
 
 def is_listening() -> bool:
@@ -63,10 +81,10 @@ def run_module(
     policies = scope.active()
     if policies is None or is_inside(module, method):
         return plain()
-    record, listener = scope.record(), _listener.get()
-    if listener is not None and method == CALL:
+    record = scope.record()
+    if is_listening() and method == CALL:
         # A call of `super().__call__` is a part of this call.
-        with listener(type(module), path), entered(module, method):
+        with heard(type(module), path), entered(module, method):
             return plain()
     if method == CALL:
         record.modules.setdefault(path, type(module).__name__)
@@ -95,14 +113,14 @@ def intercepted(methods: Iterable[tuple[type, str]], path_of: Callable[[Any], st
 def _dispatching(method: str, path_of: Callable[[Any], str], call: Call, original: Call) -> Call:
     @functools.wraps(original)
     def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        name = first_name(type(self), method)
-        return run_module(
-            self,
-            path_of(self),
-            lambda: original(self, *args, **kwargs),
-            lambda policy, audit: call(self, original, policy, args, kwargs, audit, method=name),
-            name,
-        )
+        name, path = first_name(type(self), method), path_of(self)
+
+        def checkpointed(policy: Any, audit: Audit) -> Any:
+            # A module that is called inside another one runs in a scope already.
+            with nullcontext() if in_named_part() else scope_of(block_path(path, name)):
+                return call(self, original, policy, args, kwargs, audit, method=name)
+
+        return run_module(self, path, lambda: original(self, *args, **kwargs), checkpointed, name)
 
     return dispatch
 

@@ -18,6 +18,7 @@ from remat_jax.apply.scope import BlockPolicies, applying
 from remat_jax.core.marks import CHECKPOINTS, SCANS, Block
 from remat_jax.errors import BlockError
 from remat_jax.policy import Policy
+from remat_jax.report.activity import activity
 from remat_jax.report.tables import format_bytes, render, table
 
 _WORTH, _EQUAL, _LEAST = 0.03, 0.005, 0.1
@@ -100,6 +101,7 @@ _ANYWHERE = BlockPolicies((("\0", Policy.parse("full")),), waits=True)
 """Policies that select nothing, under which all calls of modules are intercepted."""
 
 
+@activity("tracing the loss to find its blocks")
 def find_blocks(loss: Callable[..., Any], trained: Any, others: tuple[Any, ...], name: str) -> FoundBlocks:
     """The blocks of `loss(trained, *others)`, a scalar; the arguments are pytrees of arrays or of their types.
 
@@ -113,6 +115,7 @@ def find_blocks(loss: Callable[..., Any], trained: Any, others: tuple[Any, ...],
     return _chosen([TracedLoss(seen, jaxpr, range(len(jax.tree.leaves(trained))), 1)], name)
 
 
+@activity("tracing the loss to find its blocks")
 def find_blocks_of_step(step: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> FoundBlocks:
     """The blocks of the losses that a training step differentiates.
 
@@ -223,7 +226,7 @@ def _nothing(found: Sequence[Found], total: int, name: str) -> str:
     listed = "; ".join(f"{_shown(each)} ({_times(each.calls)}, {format_bytes(each.bytes)})" for each in most[:8])
     seen = f" The parts with the most of its {format_bytes(total)} of residuals: {listed}." if listed else ""
     return (
-        f"blocks=None: no module, checkpoint or scan in {name!r} with much of its residuals is repeated.{seen} Name the "
-        "blocks: a class, or a method that runs a layer (Layer.encode). To make a plain function a block, mark it with "
-        "@remat_jax.block."
+        f"blocks=None: no module, marked function, checkpoint or scan in {name!r} with much of its residuals is "
+        f"repeated.{seen} Name the blocks: a class, or a method that runs a layer (Layer.encode). To make a plain function a "
+        "block, mark it with @remat_jax.block."
     )

@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from flax import nnx
 
 from remat_jax import compat
+from remat_jax.apply.donation import OwnArguments, donating, replaced
 from remat_jax.apply.nnx import known_paths_in
 from remat_jax.apply.nnx_state import NodeCopies, Objects, as_pure_function, is_node, nodes_in
 from remat_jax.apply.pytrees import ModelArrays
 from remat_jax.core.walk import of_some
-from remat_jax.errors import ArgumentError
 from remat_jax.warning import warn
 
 Step = Callable[..., Any]
@@ -34,6 +35,7 @@ class FinishedStep:
       shapes, arrays: an entry for each argument that is not static: its arrays as shapes, and the given arrays.
       places: the positions of these arguments in the call of the step.
       names: their names in the step's signature.
+      own: which of them the step replaces, and how its `jit` donates them.
     """
 
     function: Step
@@ -41,6 +43,7 @@ class FinishedStep:
     arrays: tuple[Any, ...]
     places: tuple[int, ...]
     names: tuple[str, ...]
+    own: OwnArguments
 
 
 def of_arrays(step: Step, args: tuple[Any, ...], structs: Callable[[Any], Any]) -> FinishedStep:
@@ -62,8 +65,14 @@ def of_arrays(step: Step, args: tuple[Any, ...], structs: Callable[[Any], Any]) 
     all_names = _names(own, len(args))
     names = tuple(all_names[place] for place in places)
     of_varied = of_some(step, args, places) if static else step
-    if nodes_in(varied):
-        return FinishedStep(*_of_nnx(of_varied, varied, structs, own), arrays_of(varied), places, names)
+    objects = nodes_in(varied)
+
+    def how(numbers: Iterable[int]) -> str:
+        return donating(own, all_names, [places[number] for number in numbers], bool(objects))
+
+    if objects:
+        function, shapes, written_by = _of_nnx(of_varied, varied, structs, own)
+        return FinishedStep(function, shapes, arrays_of(varied), places, names, OwnArguments(written_by, how))
     models = ModelArrays(varied)
 
     @functools.wraps(step)
@@ -71,7 +80,12 @@ def of_arrays(step: Step, args: tuple[Any, ...], structs: Callable[[Any], Any]) 
         results = of_varied(*models.whole(arrays))
         return jax.tree.map(lambda leaf: leaf if compat.is_array(leaf) else None, results)
 
-    return FinishedStep(of_models, structs(models.arrays), models.arrays, places, names)
+    shapes = structs(models.arrays)
+
+    def replaced_by(function: Step) -> tuple[int, ...]:
+        return replaced(shapes, jax.eval_shape(function, *shapes))
+
+    return FinishedStep(of_models, shapes, models.arrays, places, names, OwnArguments(replaced_by, how))
 
 
 def _names(step: Step, count: int) -> list[str]:
@@ -90,26 +104,24 @@ def _names(step: Step, count: int) -> list[str]:
     return names + [f"{more or ''}[{place - first}]" for place in range(len(names), count)]
 
 
-def donated(step: Step, given: int | Sequence[int] | None, count: int) -> tuple[int, ...]:
-    """The positions of the donated arguments among `count`: those `given`, by default those that a `jit` around `step` has.
-
-    Raises:
-      ArgumentError: `given` is no position, or not positions.
-    """
-    if given is None:
-        return compat.jit_of(step, count).donated
-    places = (given,) if isinstance(given, int) else tuple(given)
-    if not all(isinstance(place, int) and 0 <= place < count for place in places):
-        raise ArgumentError(f"donate_argnums={given!r}: expected positions among the {count} arguments of step")
-    return places
-
-
-def _of_nnx(step: Step, args: tuple[Any, ...], structs: Callable[[Any], Any], own: Step) -> tuple[Step, tuple[Any, ...]]:
+def _of_nnx(
+    step: Step, args: tuple[Any, ...], structs: Callable[[Any], Any], own: Step
+) -> tuple[Step, tuple[Any, ...], Callable[[Step], tuple[int, ...]]]:
     flat, treedef = jax.tree.flatten(args, is_leaf=is_node)
     objects = Objects([leaf for leaf in flat if is_node(leaf)])
     nodes = iter(NodeCopies(objects, structs(objects.leaves)).nodes)
     abstract = jax.tree.unflatten(treedef, [next(nodes) if is_node(leaf) else structs(leaf) for leaf in flat])
-    pure, *_ = as_pure_function(_in_paths(step), abstract, {})
+    numbers: set[int] = set()  # of the replaced arguments, in the last trace
+
+    def noting(*args: Any) -> Any:
+        before = list(map(_values, args))
+        outputs = step(*args)
+        numbers.clear()
+        numbers.update(number for number, values in enumerate(map(_values, args)) if values != before[number])
+        numbers.update(replaced(args, outputs))
+        return outputs
+
+    pure, *_ = as_pure_function(_in_paths(noting), abstract, {})
     if compat.is_jax_jit(own):
         _warn_of_lost_writes(own, abstract)
 
@@ -125,7 +137,19 @@ def _of_nnx(step: Step, args: tuple[Any, ...], structs: Callable[[Any], Any], ow
         arrays, _ = pure(state, *arguments)
         return list(arrays)
 
-    return of_parts, arrays_of(abstract)
+    shapes = arrays_of(abstract)
+
+    def replaced_by(function: Step) -> tuple[int, ...]:
+        jax.eval_shape(function, *shapes)
+        return tuple(sorted(numbers))
+
+    return of_parts, shapes, replaced_by
+
+
+def _values(arg: Any) -> list[int]:
+    """The identities of the values of the NNX variables in an argument."""
+    variables = Objects(nodes_in(arg)).by_index.values()
+    return [id(each.get_raw_value()) for each in variables if isinstance(each, nnx.Variable)]
 
 
 def arrays_of(args: tuple[Any, ...]) -> tuple[OrderedDict[str, Any], ...]:
@@ -138,7 +162,8 @@ def arrays_of(args: tuple[Any, ...]) -> tuple[OrderedDict[str, Any], ...]:
         place, to_node, _ = nodes[number]
         parts[place]["/".join(filter(None, [to_node, *map(str, path)]))] = leaf
     for part, leaves in zip(parts, flat, strict=True):
-        part.update((_text(path), None if is_node(leaf) else leaf) for path, leaf in leaves)
+        # An object that is a variable has the path of its value: the entry of an object has another name than any path.
+        part.update((f"{_text(path)}/", None) if is_node(leaf) else (_text(path), leaf) for path, leaf in leaves)
     return tuple(parts)
 
 

@@ -7,7 +7,6 @@ NNX leaves no module paths in the jaxpr. So this file adds the paths as named sc
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
@@ -18,7 +17,7 @@ from flax import nnx
 
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.calls import Call, entered, in_named_part, intercepted, named_scopes, patched
+from remat_jax.apply.calls import Call, entered, intercepted, named_scopes
 from remat_jax.apply.methods import CALL, block_path, classes_and_methods, with_own_method
 from remat_jax.apply.nnx_state import nodes_in
 from remat_jax.apply.region import RegionPolicy, run_block
@@ -47,8 +46,8 @@ def call(
     path = path or path_of(module)
 
     def run(inner: Any, *args: Any, **kwargs: Any) -> Any:
-        parts = [part for part in _modules_in(inner) if part[0]]
-        with entered(inner, method), known_paths(inner, path), named_scopes(parts, _modules_in, _shapes):
+        parts = [part for part in parts_in(inner) if part[0]]
+        with entered(inner, method), known_paths(inner, path), named_scopes(parts, parts_in, shapes):
             return original(inner, *args, **kwargs)
 
     return run_block(run, policy, block_path(path, method), module, args, kwargs, audit)
@@ -67,19 +66,20 @@ def path_of(module: nnx.Module) -> str:
 # --- module paths -----------------------------------------------------------------------------------------------------
 
 
-def _modules_in(root: Any) -> list[tuple[str, nnx.Module]]:
+def parts_in(root: Any) -> list[tuple[str, nnx.Module]]:
     """The modules in `root` (a module, or a pytree of modules) with their paths; the path of `root` itself is empty."""
     return [("/".join(map(str, path)), node) for path, node in nnx.iter_graph(root) if isinstance(node, nnx.Module)]
 
 
-def _shapes(module: nnx.Module) -> list[Any]:
+def shapes(module: nnx.Module) -> list[Any]:
+    """The shapes of the values of the variables in `module`."""
     variables = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)]
     return [getattr(variable.get_raw_value(), "shape", None) for variable in variables]
 
 
 def known_paths(root: Any, prefix: str = "") -> AbstractContextManager[None]:
     """Inside this context `path_of` returns `prefix` and a path for each module in `root`, a module or a pytree of modules."""
-    paths = ByIdentity((node, f"{prefix}/{path}".strip("/") or type(node).__name__) for path, node in _modules_in(root))
+    paths = ByIdentity((node, f"{prefix}/{path}".strip("/") or type(node).__name__) for path, node in parts_in(root))
     return compat.setting(_paths, _paths.get() | paths)
 
 
@@ -105,33 +105,6 @@ def loss_of_state(model: nnx.Module, loss: Call) -> tuple[Call, Any, Any]:
 
     of_params.__name__ = getattr(loss, "__name__", "loss")
     return of_params, params, rest
-
-
-_named = compat.trace_context(False, reaches_blocks=False)
-
-
-def with_module_names(function: Call) -> Call:
-    """`function`, whose NNX modules run in scopes named by their paths, as Linen's do.
-
-    A path begins with the module that is called outside of any other: its path from its root (`known_paths`) or its class.
-    """
-
-    def wrap(original: Call) -> Call:
-        @functools.wraps(original)
-        def outermost(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if in_named_part():
-                return original(module, *args, **kwargs)
-            with jax.named_scope(path_of(module)), named_scopes(_modules_in(module), _modules_in, _shapes):
-                return original(module, *args, **kwargs)
-
-        return outermost
-
-    @functools.wraps(function)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        with _named(True), patched(set(with_own_method(nnx.Module)), wrap):
-            return function(*args, **kwargs)
-
-    return named
 
 
 # --- intercepting -----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from flax import linen, nnx
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
-from remat_jax.apply.calls import Call, entered, intercepted, is_inside, named_scopes
+from remat_jax.apply.calls import Call, entered, heard, intercepted, is_inside, is_listening, named_scopes, scope_of
 from remat_jax.apply.haiku import is_haiku
 from remat_jax.apply.methods import CALL, block_path, classes_and_methods, defines, with_own_method
 from remat_jax.apply.region import RegionPolicy, run_block
@@ -52,7 +52,7 @@ def call(
     """
 
     def pure(module: Any, *args: Any, **kwargs: Any) -> Any:
-        with entered(module, method), named_scopes(_parts_in(module)[1:], _parts_in, _shapes):
+        with entered(module, method), named_scopes(parts_in(module)[1:], parts_in, shapes):
             return original(module, *args, **kwargs)
 
     return run_block(pure, policy, block_path(path_of(module), method), module, args, kwargs, audit)
@@ -168,11 +168,13 @@ def callables(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]
         yield from callables(child, (*path, jax.tree_util.keystr(keys, simple=True, separator="/")))
 
 
-def _parts_in(module: Any) -> list[tuple[str, Any]]:
+def parts_in(module: Any) -> list[tuple[str, Any]]:
+    """The callable pytrees in `module` with their paths; the path of `module` itself is empty."""
     return [("" if part is module else path, part) for path, part in callables(module)]
 
 
-def _shapes(module: Any) -> list[Any]:
+def shapes(module: Any) -> list[Any]:
+    """The shapes of the arrays of `module`."""
     return [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(module)]
 
 
@@ -218,10 +220,14 @@ def block(fn: F | None = None, *, parameters: str | Iterable[str] | None = None)
 
     @functools.wraps(fn)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        policies = scope.active()
-        policy = None if policies is None or is_inside(marked) else policies.find_function(marked)
+        policies = None if is_inside(marked) else scope.active()
+        if policies is not None and is_listening():
+            with heard(marked, path), entered(marked):
+                return fn(*args, **kwargs)
+        policy = None if policies is None else policies.find_function(marked)
         if policies is None or policy is None:
-            return fn(*args, **kwargs)
+            with scope_of(path):
+                return fn(*args, **kwargs)
         record = scope.record()
         record.reached.add(marked)
         record.modules.setdefault(path, path)
@@ -235,7 +241,7 @@ def block(fn: F | None = None, *, parameters: str | Iterable[str] | None = None)
             with entered(marked):
                 return fn(*args, **kwargs)
 
-        with compat.blocks_around_which(checkpoints_stay=policies.keeps):
+        with compat.blocks_around_which(checkpoints_stay=policies.keeps), scope_of(path):
             return run_block(pure, policy, path, parameters, args, kwargs, record.audit)
 
     scope.marked.add(marked)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Annotated
 
 import typer
@@ -92,8 +94,17 @@ def _rates(described: Target) -> list[str | None]:
     ]
 
 
+def reflowed(docstring: str) -> str:
+    r"""A command's help: each paragraph on one line, which the terminal breaks. Indented lines and list items keep theirs.
+
+    >>> reflowed("Plan a\nstep.\n\n    remat-jax plan a.py:job\n    remat-jax plan b.py:job")
+    'Plan a step.\n\n    remat-jax plan a.py:job\n    remat-jax plan b.py:job'
+    """
+    return re.sub(r"(?<=\S)\n(?![-*] |\s)", " ", inspect.cleandoc(docstring))
+
+
 app = typer.Typer(
-    help="Activation checkpointing and host offload for Flax models: apply, measure, plan, and prove against PyTorch.",
+    help="Activation checkpointing and host offload for JAX models: apply, measure, plan, and prove against PyTorch.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -102,7 +113,7 @@ app = typer.Typer(
     "nothing fits the budget.",
 )
 for command in (batch, blocks, calibrate, demo, doctor, measure, parity, plan, policies, report, targets):
-    app.command()(command)
+    app.command(help=reflowed(command.__doc__ or ""))(command)
 
 
 def _version(wanted: bool) -> None:

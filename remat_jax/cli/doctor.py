@@ -51,7 +51,7 @@ def doctor(
         check_policy(policy)
         check_timeout(timeout)
         described = target_named(target) if target != "none" else None
-        job = load_on_mesh(workload, mesh, described, args, answer)
+        job = load_on_mesh(workload, mesh, described, args, None if policy == "off" else answer)
         with progress() as show_step:
             show_step(f"{job.name}: tracing" + (f", then compiling for {described.name}" if described else ""), 0, 1)
             named = policy if is_plan(policy) else None

@@ -92,7 +92,8 @@ def measure(
                 f"{option}{described.name!r}: memory at the peak is known only for GPUs and TPUs; give one, such as "
                 "--target h200"
             )
-        job = load_on_mesh(workload, mesh, described, args, answer)
+        only_off = names == ["off"] and not diff
+        job = load_on_mesh(workload, mesh, described, args, None if only_off else answer)
         with progress() as show_step:
             show_step(f"{job.name}: tracing, then compiling for {described.name}", 0, len(names))
             policies = {name: read_policy(name, job) for name in names}

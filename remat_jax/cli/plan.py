@@ -38,7 +38,8 @@ def plan(
     args: ArgsOption = None,
     host_budget: Annotated[str | None, typer.Option(help="Host memory: 64GiB, or 0 for no offload. Default: no limit.")] = None,
     allow: Annotated[
-        list[str] | None, typer.Option(help=f"A change beyond the blocks that the plan may make: {', '.join(CHANGES)}.")
+        list[str] | None,
+        typer.Option(metavar="CHANGE", help=f"A change beyond the blocks that the plan may make: {', '.join(CHANGES)}."),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Time limit of the whole call in seconds.")] = DEFAULT_TIMEOUT,
     explain: Annotated[bool, typer.Option("--explain", help="Explain for every residual where it is, and why.")] = False,

@@ -14,7 +14,7 @@ from remat_jax.errors import ArgumentError
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.devices import check_devices
 from remat_jax.memory.compile.options import check_timeout
-from remat_jax.overview.gathered import Gathered, PolicyFigures
+from remat_jax.overview.gathered import THE_PLAN, Gathered, PolicyFigures
 from remat_jax.overview.save import REPORT_TIMEOUT, check_plan, checked_path, checked_policies, gather, write_page
 from remat_jax.parity.case import require_torch
 from remat_jax.planning.check_budget import budget_bytes
@@ -54,7 +54,7 @@ def report(
 
     FILE:FUNCTION names a training step (with --args), or a function without arguments that returns a remat_jax.Workload. The
     page loads no other file. No GPU is needed; with --target attached, each step also runs on this machine's GPU. Exits 1 if
-    the comparison with PyTorch fails, 3 if nothing fits the budget.
+    the comparison with PyTorch fails or the timeout leaves out the plan, 3 if nothing fits the budget.
     """
     with answering(as_json) as answer:
         # Check the arguments before the user's file runs, which may take long.
@@ -79,7 +79,7 @@ def report(
         write_page(where, gathered, "output")
         _show(answer, gathered, where)
         answer.data({"report": str(where), **gathered.to_dict()})
-    if compared is not None and not compared.passed:
+    if (compared is not None and not compared.passed) or THE_PLAN in gathered.left_out:
         raise typer.Exit(FAILED)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -19,7 +20,7 @@ from jax.sharding import AbstractMesh
 
 from remat_jax import compat
 from remat_jax.apply.find_blocks import FoundBlocks
-from remat_jax.cli.output import Answer
+from remat_jax.cli.output import Answer, console, progress
 from remat_jax.errors import ArgumentError, RematError, nearest
 from remat_jax.hardware import Target
 from remat_jax.memory.compile.devices import check_size
@@ -27,6 +28,7 @@ from remat_jax.mesh import as_mesh
 from remat_jax.planning.model import GIVEN_FILE
 from remat_jax.planning.plan import Plan
 from remat_jax.policy import as_block_policy
+from remat_jax.report.activity import activity
 from remat_jax.workload import Workload
 
 WORKLOAD = typer.Argument(
@@ -38,7 +40,7 @@ MeshOption = Annotated[
     str | None,
     typer.Option(
         "--mesh",
-        metavar="AXIS=SIZE,…",
+        metavar="AXIS=SIZE",
         help="Use this mesh, such as data=8,fsdp=8, instead of the workload's own, with the same shardings. Without shardings, "
         "the batch is partitioned over data and fsdp, and each parameter over fsdp.",
     ),
@@ -68,10 +70,19 @@ def load_on_mesh(
     if divided is not None and target is not None:
         check_size(divided, target, f"mesh={mesh!r}")
     compat.keep_to_cpu_without_gpu()
-    job = with_mesh(divided, lambda: load_workload(name, args, divided))
-    if answer is not None and (found := _guarded(f"workload={name!r}", lambda: job.found)) is not None:
+    with loading(name):
+        job = with_mesh(divided, lambda: load_workload(name, args, divided))
+        found = None if answer is None else _guarded(f"workload={name!r}", lambda: job.found)
+    if answer is not None and found is not None:
         answer.show(found.text)
     return job
+
+
+@contextlib.contextmanager
+def loading(name: str) -> Iterator[None]:
+    """In a terminal, show that the user's code runs, and for how long; elsewhere print nothing."""
+    with progress() if console(stderr=True).is_terminal else contextlib.nullcontext(), activity(f"running {name}"):
+        yield
 
 
 def find_blocks(name: str, job: Workload) -> FoundBlocks:

@@ -44,6 +44,9 @@ from remat_jax.compat.jaxprs import uses_references as uses_references
 from remat_jax.compat.jaxprs import varying_axes as varying_axes
 from remat_jax.compat.jaxprs import with_equations as with_equations
 from remat_jax.compat.jaxprs import with_params as with_params
+from remat_jax.compat.jits import EQUINOX_JIT as EQUINOX_JIT
+from remat_jax.compat.jits import JAX_JIT as JAX_JIT
+from remat_jax.compat.jits import NNX_JIT as NNX_JIT
 from remat_jax.compat.jits import compiler_options as compiler_options
 from remat_jax.compat.jits import is_jax_jit as is_jax_jit
 from remat_jax.compat.jits import jit_of as jit_of

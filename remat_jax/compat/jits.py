@@ -12,14 +12,23 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+JAX_JIT, NNX_JIT, EQUINOX_JIT = "jax.jit", "nnx.jit", "equinox.filter_jit"
 _JAX_JIT, _NNX_JIT = type(jax.jit(lambda: None)), type(nnx.jit(lambda: None))
 
 
 class Jit(NamedTuple):
-    """The positions of the arguments that a `jit` donates, and of those that are static."""
+    """The options of a `jit` around a function; positions are those of a call of the function.
+
+    Attributes:
+      donated, static: the positions of the donated and of the static arguments.
+      kind: the function that returned the `jit`; empty if there is none.
+      bound: how many arguments a method or a `functools.partial` has bound: the `jit` counts them, a call does not.
+    """
 
     donated: tuple[int, ...] = ()
     static: tuple[int, ...] = ()
+    kind: str = ""
+    bound: int = 0
 
 
 def is_jax_jit(function: Any) -> bool:
@@ -34,13 +43,17 @@ def jit_of(function: Any, count: int = 0) -> Jit:
     `jit` returned.
     """
     jitted, bound = _unbound(inspect.unwrap(function, stop=lambda each: not _passes_arguments_on(each)))
-    if isinstance(jitted, _NNX_JIT):  # it keeps JAX's function, whose arguments have the same places
+    if _is_equinox(jitted):
+        every = range(count + bound)
+        places = (*(every[:1] if jitted.donate_first else ()), *(every[1:] if jitted.donate_rest else ()))
+        return Jit(_after(bound, places), (), EQUINOX_JIT, bound)
+    kind = NNX_JIT if isinstance(jitted, _NNX_JIT) else JAX_JIT
+    if kind == NNX_JIT:  # it keeps JAX's function, whose arguments have the same places
         jitted = jitted.jitted_fn
-    if is_jax_jit(jitted):
-        return Jit(*(_after(bound, getattr(jitted._jit_info, f"{what}_argnums")) for what in ("donate", "static")))
-    first, rest = (_is_equinox(jitted) and getattr(jitted, name) for name in ("donate_first", "donate_rest"))
-    count += bound
-    return Jit(_after(bound, (*range(min(1, count) if first else 0), *range(1, count if rest else 1))))
+    if not is_jax_jit(jitted):
+        return Jit()
+    donated, static = (_after(bound, getattr(jitted._jit_info, f"{what}_argnums")) for what in ("donate", "static"))
+    return Jit(donated, static, kind, bound)
 
 
 def jitted_like(function: Callable[..., Any], like: Any, options: Mapping[str, Any]) -> Callable[..., Any]:

@@ -48,6 +48,7 @@ from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.residuals import kept_residuals
 from remat_jax.mesh import under
 from remat_jax.policy import as_block_policy, is_off
+from remat_jax.report.activity import activity
 from remat_jax.report.tables import format_bytes
 from remat_jax.step import TrainingStep
 from remat_jax.train import offload_optimizer
@@ -84,7 +85,8 @@ def _compiled(workload: Workload, policy: Any, advice: Advice, report: MemoryRep
             return replace(advice, why=f"{advice.why}. The change was not compiled: {reason}")
         raise
     try:
-        sizes = compile_programs([program], target, timeout=timeout)[advice.what]
+        with activity(f"compiling the step with {advice.what}"):
+            sizes = compile_programs([program], target, timeout=timeout)[advice.what]
     except CompileError:
         return advice
     why = advice.why

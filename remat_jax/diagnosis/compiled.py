@@ -24,6 +24,7 @@ from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.hlo.copies import Overlap
 from remat_jax.memory.measure import measure, without_effect
+from remat_jax.report.activity import activity
 from remat_jax.report.tables import format_bytes, format_seconds
 
 # Both passes of the code after the last block take about this many times as long as that code's forward pass.
@@ -284,4 +285,5 @@ def _is_faster(first: Overlap | None, second: Overlap | None) -> bool:
 def _compiled(observed: Observed, target: Target, timeout: float, options: dict[str, Any]) -> Sizes:
     """The sizes of the step, compiled with the compiler options `options`."""
     program = export_step("step", observed.workload.step(observed.policy), target)
-    return compile_programs([program], target, timeout=timeout, compiler_options=options)["step"]
+    with activity(f"compiling the step with {' and '.join(options)} changed"):
+        return compile_programs([program], target, timeout=timeout, compiler_options=options)["step"]

@@ -169,7 +169,9 @@ def diagnose(
 
 
 def _undefined(workload: Workload, policy: Any) -> list[Finding]:
-    by_block = policy if isinstance(policy, dict) else dict.fromkeys(workload.blocks, policy)
+    if policy is not None and not isinstance(policy, dict):
+        return []
+    by_block = dict.fromkeys(workload.blocks) if policy is None else policy
     return [
         Finding(
             "policy_none",

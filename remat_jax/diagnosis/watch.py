@@ -28,6 +28,7 @@ from remat_jax.diagnosis.findings import Finding, some
 from remat_jax.errors import BlockError, RematError, UnsupportedError
 from remat_jax.memory import ResidualTable, residuals
 from remat_jax.policy import JaxPolicy, Policy
+from remat_jax.report.activity import activity
 from remat_jax.workload import Workload
 
 FULL, EVERYTHING = Policy.parse("full"), Policy.parse("everything")
@@ -222,6 +223,7 @@ class Observed:
         return [region for region in self.regions if region.ours and region.policy == policy]
 
 
+@activity("tracing the step to see what the policy does")
 def observe(workload: Workload, policies: BlockPolicies | None) -> Observed:
     """Trace `workload` under `policies`; unreached blocks and offloads without effect do not raise here."""
     if workload.has_loss:

@@ -19,6 +19,7 @@ from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.hlo.live import RESULT, LiveBuffer, Timeline
 from remat_jax.memory.hlo.text import arrays_of
+from remat_jax.report.activity import activity
 from remat_jax.report.tables import format_bytes
 from remat_jax.train import OffloadedOptimizer
 from remat_jax.train.chunked_head import CHUNKS
@@ -62,6 +63,7 @@ class Advice:
         return f"{self.what}: {format_bytes(self.bytes)} less ({origin}): {self.how}. {self.why}."
 
 
+@activity("looking for changes beyond the blocks")
 def traced_products(workload: Workload) -> tuple[SoftmaxProduct, ...]:
     """The matmuls before a softmax in the traced loss, or in the finished step of a workload without a loss."""
     function, arguments = workload.loss, (workload.params, *workload.batch)
@@ -224,10 +226,9 @@ class _Adviser:
         # XLA uses a result's buffer for temporary arrays until the result is written. With donation the result shares the
         # argument's buffer. The old value occupies it until the result is written, so the temporary arrays need other memory.
         left = self.timeline.peak(lambda buffer: 0 if buffer.phase == RESULT and _elements(buffer.shape) in elements else 1)
-        how = f"jax.jit(step, donate_argnums={undonated!r})"
-        how += (
-            ", and donate=True" if self.workload.has_loss else ', the same for nnx.jit, and donate="all" for equinox.filter_jit'
-        )
+        how = "donate=True, for the workload and for plan.train_step; in a step of your own, donate_argnums of its jit"
+        if self.step.own is not None:
+            how = self.step.own.donating(sorted({*undonated, *self.step.donate_argnums}))
         *others, last = [self.step.labels[place] for place in undonated]
         names = " and ".join(filter(None, [", ".join(others), last]))
         why = (
@@ -336,18 +337,8 @@ def undonated_arguments(workload: Workload) -> tuple[int, ...]:
         # which have the parameters' shapes but do not replace the parameters.
         updated = () if workload.optimizer is None or step.donate_argnums else (0, 1)
         return tuple(place for place in updated if jax.tree.leaves(step.arguments[place]))
-    results = jax.eval_shape(step.function, *step.arguments)
-    returned = {_signature(result) for result in (results if isinstance(results, tuple | list) else (results,))}
-    return tuple(
-        place
-        for place, argument in enumerate(step.arguments)
-        if place not in step.donate_argnums and jax.tree.leaves(argument) and _signature(argument) in returned
-    )
-
-
-def _signature(tree: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+    assert step.own is not None, "a finished step"
+    return tuple(place for place in step.own.replaced(step.function) if place not in step.donate_argnums)
 
 
 def _is_inside(module: str, path: str) -> bool:

@@ -27,6 +27,7 @@ from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, kept_residuals, residuals
 from remat_jax.policy import Action, LayerPolicies, Policy, PolicyRule, as_block_policy, is_off
+from remat_jax.report.activity import activity
 from remat_jax.report.tables import format_bytes
 from remat_jax.step import TrainingStep
 from remat_jax.warning import silenced, warn
@@ -219,7 +220,8 @@ def _measured(
         tables = [_residuals(workload, policy) for policy in policies]
         without_policy = _residuals(workload, _checked("off")) if trace_off else None
         products = traced_products(workload) if backend_of(described).models_time else ()
-        sizes = {policy: compiling.result()[key] for policy, key in keys.items()}
+        with activity(f"compiling {' and '.join(programs)} for {described.name}"):
+            sizes = {policy: compiling.result()[key] for policy, key in keys.items()}
     reports = []
     for policy, baseline, table in zip(policies, baselines, tables, strict=True):
         without = None if baseline is None else sizes[baseline]
@@ -260,10 +262,9 @@ def _without_replanned_offload(workload: Workload) -> Callable[..., Any] | None:
 
 def _residuals(workload: Workload, policy: Any) -> ResidualTable | None:
     """The residuals that `policy` keeps; None for a finished step that takes no gradient through its blocks, or several."""
-    with (
-        silenced(),
-        contextlib.suppress(*(() if workload.has_loss else (RematError,))),
-    ):  # the report has the same warning
+    refused = () if workload.has_loss else (RematError,)
+    # The report has the warnings that are silenced here.
+    with activity(f"tracing what {_text(policy)} keeps"), silenced(), contextlib.suppress(*refused):
         # A second trace finds the recomputed residuals, which show whether the model's own checkpoints overrule the policy. The
         # second trace is needed only if the workload keeps these checkpoints.
         return (residuals if workload.own.keeps else kept_residuals)(workload, _given(policy))
@@ -322,10 +323,8 @@ def _text(policy: Any) -> str:
         return f"{_text(policy.policy)}, nothing offloaded"
     if isinstance(policy, tuple):
         return ", ".join(f"{getattr(block, '__name__', block)}: {_text(of_block)}" for block, of_block in policy)
-    if isinstance(policy, LayerPolicies):
-        return str(policy)
-    if isinstance(policy, Policy):
-        return policy.name or str(policy)
+    if isinstance(policy, LayerPolicies | Policy):
+        return getattr(policy, "name", "") or str(policy)
     return getattr(policy, "__name__", repr(policy))
 
 

@@ -97,7 +97,7 @@ class Gathered:
     Attributes:
       plan: after `gather`, with the figures of the compared policies (`plan_as_compiled`).
       policies: the compared policies; if there is a plan, its policy is the last.
-      left_out: name of each default policy that is not compared → the reason.
+      left_out: name of each default policy that is not compared, and of a plan that was not found in time → the reason.
       notes: remarks on missing figures.
       described: the workload as a planning problem; None if no times are estimated.
     """

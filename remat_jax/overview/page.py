@@ -107,9 +107,10 @@ def _policies(gathered: Gathered) -> str:
     if offloads := offload_rows(policies):
         parts += ["<h3>Effect of offload</h3>", html_table(_OFFLOAD_COLUMNS, offloads, label="offload", sortable=False)]
         parts.append(_list(warnings(policies)))
-    is_searched = all(policy.is_searched for policy in policies)
-    none = "<p>No known trap was found under any of these policies.</p>" if is_searched else ""
-    return "".join([*parts, "<h3>Traps</h3>", _list(findings(policies)) or none])
+    searched = [policy.name for policy in policies if policy.is_searched]
+    where = "any of these policies" if len(searched) == len(policies) else ", ".join(searched)
+    none = f"No known trap was found under {escaped(where)}." if searched else "The search for traps was not finished."
+    return "".join([*parts, "<h3>Traps</h3>", _list(findings(policies)) or f"<p>{none}</p>"])
 
 
 def _list(troubles: Sequence[Trouble]) -> str:
@@ -157,7 +158,7 @@ def offload_rows(policies: Sequence[PolicyFigures]) -> list[list[Cell]]:
     for policy in policies:
         receipt, overlap = policy.memory.receipt, policy.memory.overlap
         if receipt is not None:
-            hidden = f"{100 * overlap.covered:.1f} % of {100 * overlap.coverable:.1f} %" if overlap else None
+            hidden = f"{100 * overlap.covered:.1f} % (at most {100 * overlap.coverable:.1f} %)" if overlap else None
             rows.append([policy.name, receipt.offered_bytes, receipt.host_bytes, receipt.returned_bytes, hidden])
     return rows
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
 from remat_jax.overview.gathered import THE_PLAN, Gathered, PolicyFigures
 from remat_jax.planning import Plan
-from remat_jax.planning.plan_data import Point, unbeaten
+from remat_jax.planning.plan_data import Point, over_budget, unbeaten
 
 
 def plan_as_compiled(gathered: Gathered) -> Plan | None:
@@ -24,9 +25,13 @@ def plan_as_compiled(gathered: Gathered) -> Plan | None:
     if not comparable:
         return replace(plan, named=named)
     points = [*(_as_compiled(point, compiled, comparable) for point in plan.frontier), *named]
+    fits = [point.seconds for point in named if point.seconds is not None and not point.remark and not over_budget(plan, point)]
+    # A compiled policy that fits and is faster than the bound refutes the bound, which is an estimate.
+    is_refuted = plan.lower_bound is not None and min(fits, default=math.inf) < plan.lower_bound
     return replace(
         plan,
         named=named,
+        lower_bound=None if is_refuted else plan.lower_bound,
         frontier=unbeaten([point for point in points if not point.remark]),
         base_seconds=plan.base_seconds if gathered.base_seconds is None else gathered.base_seconds,
         assumed_rates=tuple(sorted(gathered.assumed_rates)),

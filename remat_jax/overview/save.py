@@ -14,7 +14,8 @@ from remat_jax.hardware import Target
 from remat_jax.hardware import target as target_named
 from remat_jax.memory.compile.devices import check_devices
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, check_timeout
-from remat_jax.overview.gathered import Gathered, Progress, add_policies
+from remat_jax.memory.compile.process import NotDoneError
+from remat_jax.overview.gathered import THE_PLAN, Gathered, Progress, add_policies
 from remat_jax.overview.page import page
 from remat_jax.overview.plan_as_compiled import plan_as_compiled
 from remat_jax.parity.report import ParityReport
@@ -101,7 +102,14 @@ def gather(
     check_devices(workload, described)
     with shown(progress) as tell:
         # Plan first: an infeasible budget then ends the report before minutes of compiling.
-        gathered = Gathered(workload, described, _plan(workload, plan, described, timeout / 2, tell), parity)
+        late = None
+        try:
+            made = _plan(workload, plan, described, timeout / 2, tell)
+        except NotDoneError as error:  # the policies have the other half of the time
+            made, late = None, f"{error} The plan has half of timeout={timeout:g} s"
+        gathered = Gathered(workload, described, made, parity)
+        if late is not None:
+            gathered.left_out[THE_PLAN] = late
         add_policies(gathered, asked, max(1.0, ends - time.monotonic()), tell)
     gathered.plan = plan_as_compiled(gathered)
     return gathered

@@ -25,6 +25,7 @@ from remat_jax.cost.flat import called
 from remat_jax.errors import BlockError, UnsupportedError
 from remat_jax.identity import ByIdentity
 from remat_jax.policy import Policy
+from remat_jax.report.activity import activity
 from remat_jax.workload import Workload
 
 EVERYTHING = Policy.parse("everything")
@@ -126,6 +127,7 @@ def calls(workload: Workload) -> list[Call]:
     return _calls(marked)
 
 
+@activity("tracing the loss")
 def _traced(workload: Workload) -> tuple[Any, list[bool]]:
     """The loss as a closed jaxpr, with a mark (`core.marks`) in place of every block call; and which inputs are untrained."""
     policies = workload.own.policies(dict.fromkeys(workload.blocks, EVERYTHING))

@@ -140,6 +140,7 @@ class Compiled:
       sizes, program: all figures from the compiler, and the program that it compiled; None if compilation failed.
       more: the device bytes that it needs in addition with other kernels, which a GPU may choose (`without_triton`); None if it
         was not compiled with them.
+      late: the timeout ended its compilation.
     """
 
     device_bytes: int
@@ -148,6 +149,7 @@ class Compiled:
     sizes: Any = field(default=None, compare=False)
     program: Any = field(default=None, compare=False, repr=False)
     more: int | None = None
+    late: bool = False
 
     @property
     def most_bytes(self) -> int:

@@ -115,7 +115,10 @@ class Compiler:
             for key, error in errors.items()
             if key not in late
         ]
-        return [Compiled(FAILED, 0, sound=False) if future.exception() else future.result() for future in futures]
+        return [
+            Compiled(FAILED, 0, sound=False, late=key in late) if key in errors else future.result()
+            for key, future in zip(keys, futures, strict=True)
+        ]
 
     def _submitted(
         self,

@@ -91,7 +91,7 @@ def _remark(tried: Tried | None) -> str:
     if tried is None or tried.compiled.sound:
         return ""
     if tried.compiled.device_bytes == FAILED:
-        return "it could not be compiled"
+        return "it was not compiled in time" if tried.compiled.late else "it could not be compiled"
     return "the compiler refuses it: too large" if tried.compiled.refused else "its compiled step must not be run"
 
 

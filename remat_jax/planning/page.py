@@ -31,6 +31,7 @@ _HINT = (
 )
 
 _ALLOWED = "A plan makes a change that is allowed (<code>allow=…</code>, <code>--allow</code>) if the step is then faster."
+_UNUSABLE = " Grey diamonds are named policies that cannot be the plan; their tips say why."
 _RANGES = (
     " Some rates of this hardware are assumed, so the tables give a range for each time; the picture shows the estimate in it."
 )
@@ -43,6 +44,7 @@ def page(plan: PlanData) -> str:
 
 def body(plan: PlanData, level: int = 2) -> str:
     """The page below its title, with headings of `level`. A script shows the elements of one `data-point` at a time."""
+    hint = _HINT + _UNUSABLE * any(point.remark for point in _named(plan)) + _RANGES * bool(plan.assumed_rates)
     points = with_plan(plan)
     chosen = next(index for index, point in enumerate(points) if _is_plan(plan, point))
     label = "device memory against the estimated time of a step; the same figures are in the tables below"
@@ -55,7 +57,7 @@ def body(plan: PlanData, level: int = 2) -> str:
         layers += f"<div {shown}>{_layers(plan, point.parts)}</div>"
     return f"""{sentences}
 <h{level}>Memory against time</h{level}>
-<p class="hint">{_HINT}{_RANGES if plan.assumed_rates else ""}</p>
+<p class="hint">{hint}</p>
 <div id="frontier">{html_picture(lambda width: picture(plan, title="", width=width), label)}</div>
 <div class="slide">
 <label for="at">Way to run the step</label>
@@ -90,7 +92,7 @@ def with_plan(plan: PlanData) -> tuple[Point, ...]:
 
 
 def _named(plan: PlanData) -> list[Point]:
-    return [point for point in plan.named if _has_place(point) and not point.remark]
+    return list(filter(_has_place, plan.named))
 
 
 def _has_place(point: Point) -> bool:
@@ -102,8 +104,9 @@ def _is_plan(plan: PlanData, point: Point) -> bool:
 
 
 def _place(plan: PlanData, point: Point) -> FrontierPoint:
-    tooltip = (f"{point.name}: " if point.name else "") + _described(plan, point)
-    return FrontierPoint(point.device_bytes or 0, point.seconds or 0.0, point.compiled, tooltip, point.name)
+    remark = f"; {point.remark}" if point.remark else ""
+    tooltip = (f"{point.name}: " if point.name else "") + _described(plan, point) + remark
+    return FrontierPoint(point.device_bytes or 0, point.seconds or 0.0, point.compiled, tooltip, point.name, not point.remark)
 
 
 def _described(plan: PlanData, point: Point) -> str:

@@ -24,6 +24,7 @@ from remat_jax.planning.division import Shares, divided, gathered_bytes, residua
 from remat_jax.planning.nodes import Node, nodes, residual
 from remat_jax.planning.program import BlockProgram, Price, block_program
 from remat_jax.policy import Action, LayerPolicies, Policy, as_block_policy
+from remat_jax.report.activity import activity
 from remat_jax.step import TrainingStep
 from remat_jax.train.parameters import device_bytes
 from remat_jax.workload import Workload
@@ -124,7 +125,8 @@ def describe(
     kinds, blocks, alone, written = [], [], 0.0, 0.0
     for number, same in enumerate(_equal_calls(workload)):
         backend = backend_of(target)
-        program = block_program(same[0], of_blocks, backend.stack_passes, backend.fuses_into_matmuls)
+        with activity(f"counting what {same[0].path} computes and keeps"):
+            program = block_program(same[0], of_blocks, backend.stack_passes, backend.fuses_into_matmuls)
         count = sum(len(call.layers()) for call in same)
         alone += count * (program.forward.seconds(of_blocks) + program.backward.seconds(of_blocks))
         written += count * program.written_seconds
@@ -166,6 +168,7 @@ def _plain_step(workload: Workload, kinds: Sequence[Kind]) -> TrainingStep:
     return workload.step("everything" if own else "off")
 
 
+@activity("tracing the step to estimate its time")
 def _with_outside(described: Described, step: TrainingStep) -> Described:
     whole = jaxpr_cost(jax.make_jaxpr(step.function)(*step.arguments)).seconds(described.rates)
     outside, alone = whole - described.traced_seconds - described.written_seconds, described.traced_seconds

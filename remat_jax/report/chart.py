@@ -32,11 +32,16 @@ Box = tuple[float, float, float, float]
 
 _DISTANCES = (9, 12, 16, 22, 30, 40, 52, 66, 82, 100, 122, 148, 178)
 _DIRECTIONS = 24
+_NEAR_RINGS = 6
+"""The rings in which a label crosses the line of the budget rather than go further away."""
+_CROSSES = 1e-6
+"""Less than any overlap."""
 _CLEARANCE, _RADIUS, _STEP = 2.0, 6.0, 6.0
 _LETTERS = 12
 _RING = 11
 FRONTIER, THE_PLAN = "frontier", "the plan"
 """Names of the series that the page's script reads: the slider's points, and the ring around the plan."""
+UNUSABLE = "a named policy that cannot be the plan"
 _FAR, _NEAR = 1.25, 1.12
 """The upper edge above the slowest point of the line, and the frame above the upper edge (`_spread` of the times)."""
 
@@ -141,14 +146,20 @@ def _draw(picture: Picture, panel: Panel, area: Box) -> None:
     taken = [box for series in panel.series for box in boxes_along(at(series.line))]
     taken += [(px - 5, py - 5, px + 5, py + 5) for series in panel.series for px, py in at(series.points) if not series.names]
     taken += [(px - _RING, py - _RING, px + _RING, py + _RING) for series in panel.series for px, py in at(series.rings)]
-    taken += [] if panel.limit is None else boxes_along([(x(panel.limit[1]), top), (x(panel.limit[1]), bottom)])
+    crossed: list[Box] = []
+    if panel.limit is not None:
+        name, limit = panel.limit[0], x(panel.limit[1])
+        taken.append((limit - 6 - text_width(name, _LETTERS), top + 13 - _LETTERS, limit - 6, top + 16))
+        crossed = boxes_along([(limit, top), (limit, bottom)])
     named = [
         (place, name, series.colour)
         for series in panel.series
         for place, name in zip(at(series.points), series.names, strict=bool(series.names))
         if name
     ]
-    boxes = place_labels([place for place, *_ in named], [_size(name) for _, name, _ in named], area, taken=taken)
+    boxes = place_labels(
+        [place for place, *_ in named], [_size(name) for _, name, _ in named], area, taken=taken, crossed=crossed
+    )
     if panel.limit is not None:
         name, value = panel.limit
         for start, end in _outside_boxes(x(value), (top, bottom), boxes):
@@ -217,11 +228,12 @@ def place_labels(
     area: Box,
     *,
     taken: Sequence[Box] = (),
+    crossed: Sequence[Box] = (),
 ) -> list[Box]:
     """For each point, a box of the given size near the point, inside `area`, clear of other boxes, all points and `taken`.
 
-    Boxes are tried in rings around each point, the most crowded points first. If no box is free, the label gets the box with
-    the least overlap.
+    Boxes are tried in rings around each point, the most crowded points first. A box in a near ring may overlap the boxes
+    `crossed` if no box there is clear of them. If no box is free, the label gets the box with the least overlap.
     """
     obstacles = [(x - _RADIUS, y - _RADIUS, x + _RADIUS, y + _RADIUS) for x, y in points] + list(taken)
     placed: dict[int, Box] = {}
@@ -231,8 +243,11 @@ def place_labels(
 
     for index in sorted(range(len(points)), key=nearness, reverse=True):
         best, least = (0.0, 0.0, 0.0, 0.0), math.inf
-        for box in _candidates(points[index], sizes[index]):
+        for number, box in enumerate(_candidates(points[index], sizes[index])):
+            if number == _NEAR_RINGS * _DIRECTIONS and least < _CROSSES:
+                break
             overlap = sum(_shared(box, other) for other in [*obstacles, *placed.values()]) + _outside(box, area)
+            overlap += _CROSSES / 2 if overlap == 0 and any(_shared(box, other) for other in crossed) else 0
             if overlap < least:
                 best, least = box, overlap
             if overlap == 0:
@@ -280,13 +295,17 @@ def _outside(box: Box, area: Box) -> float:
 
 
 class FrontierPoint(NamedTuple):
-    """A training step: its device memory, its estimated time, and whether it was compiled; only a named policy has a `name`."""
+    """A training step: its device memory, its estimated time, and whether it was compiled; only a named policy has a `name`.
+
+    A policy that is not `usable` cannot be the plan, whatever its memory; its tooltip says why.
+    """
 
     device_bytes: int
     seconds: float
     compiled: bool
     tooltip: str
     name: str = ""
+    usable: bool = True
 
 
 def frontier_figure(
@@ -299,7 +318,8 @@ def frontier_figure(
 ) -> Picture:
     """The frontier (the least memory first), the named policies, the `chosen` plan in a ring, and the budget as a dashed line.
 
-    Points that were not compiled are hollow. Raises `ValueError` for an empty frontier.
+    Points that were not compiled are hollow, and policies that are not usable are grey diamonds. Raises `ValueError` for an
+    empty frontier.
 
     >>> chosen, full = FrontierPoint(2**30, 1.0, True, "1 GiB"), FrontierPoint(2**30, 1.2, True, "", "full")
     >>> picture = frontier_figure([chosen], [full], chosen, budget=2**31)
@@ -331,11 +351,11 @@ def frontier_figure(
             **look,
         )
 
-    drawn = [
-        series(FRONTIER, BLUE, frontier, line=[at(point) for point in frontier]),
-        series("a named policy", INK, named, names=[label(point) for point in named]),
-        Series(THE_PLAN, VERMILLION, rings=[at(chosen)]),
-    ]
+    drawn = [series(FRONTIER, BLUE, frontier, line=[at(point) for point in frontier])]
+    for name, colour, shape, usable in (("a named policy", INK, "circle", True), (UNUSABLE, GREY, "diamond", False)):
+        if policies := [point for point in named if point.usable is usable]:
+            drawn.append(series(name, colour, policies, names=[label(point) for point in policies], shape=shape))
+    drawn.append(Series(THE_PLAN, VERMILLION, rings=[at(chosen)]))
     hollow = Key("hollow: predicted, not compiled", GREY, shape="circle", hollow=True)
     limit = ("budget", scaled_bytes(budget, unit))
     panel = Panel(title, f"device memory, {unit}", f"estimated step, {word}", drawn, limit=limit, keys=[hollow])

@@ -56,7 +56,7 @@ _LONGEST_NAME = 34
 MOST_MODULES = len(_COLOURS)
 """At most this number of modules have their own colour."""
 _ROW, _THICKNESS, _NAME, _DESCENT = 36.0, 26.0, 16.0, 4.0
-_TOP, _BELOW = 40.0, 56.0
+_TOP, _BELOW, _TEXT = 40.0, 56.0, 11.0
 _LEAST_WIDTH = 600.0
 """Pictures with fewer pixels stack the panels, with the names above the bars. Wider pictures have the panels side by side, with
 the names at the left.
@@ -301,7 +301,9 @@ def bars_picture(
             _draw_row(picture, panel.rows[row], scale, row_bottom - (_ROW + _THICKNESS) / 2)
             if panel.mark is not None:  # in a narrow picture the line leaves out the names, which are above the bars
                 line_top = row_bottom - (_ROW - _DESCENT if is_narrow else row_height)
-                picture.line([(scale(panel.mark), line_top), (scale(panel.mark), row_bottom)], INK, 1.2, dashed=True)
+                _draw_limit(
+                    picture, scale(panel.mark), line_top, row_bottom, [_text_span(bar, scale) for bar in panel.rows[row]]
+                )
     picture.legend(keys, 20, bottom - 6, width - 40)
     return picture
 
@@ -318,4 +320,20 @@ def _draw_row(picture: Picture, bars: Sequence[PanelBar], scale: AxisScale, top:
                 look: dict[str, Any] = {"letter": part.letter, "hatched": part.hatched, "tooltip": part.tooltip}
                 picture.bar(x, y, scale(length) - x, thickness * 0.94, part.colour, **look)
         colour, style = (GREY, 'font-style="italic"') if bar.missing else (INK, "")
-        picture.text((scale(length) + 6, y + thickness / 2 + 4), bar.text, size=11, colour=colour, look=style)
+        picture.text((_text_span(bar, scale)[0], y + thickness / 2 + 4), bar.text, size=_TEXT, colour=colour, look=style)
+
+
+def _draw_limit(picture: Picture, across: float, top: float, bottom: float, texts: Sequence[tuple[float, float]]) -> None:
+    """A row's part of the dashed line; the text beside a bar, from left to right in `texts`, interrupts it."""
+    margin = (_ROW - _THICKNESS) / 2
+    spans = [(top, bottom - _ROW + margin), (bottom - margin, bottom)]
+    if not any(left <= across <= right for left, right in texts):
+        spans = [(top, bottom)]
+    for begin, end in spans:
+        picture.line([(across, begin), (across, end)], INK, 1.2, dashed=True)
+
+
+def _text_span(bar: PanelBar, scale: AxisScale) -> tuple[float, float]:
+    """The left and right ends of a bar's text in pixels."""
+    left = scale(sum(part.length for part in bar.parts)) + 6
+    return left, left + text_width(bar.text, _TEXT)

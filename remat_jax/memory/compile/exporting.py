@@ -20,6 +20,7 @@ from remat_jax.hardware import Target
 from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.mesh import check_context
+from remat_jax.report.activity import activity
 from remat_jax.step import TrainingStep
 from remat_jax.train.parameters import device_bytes
 
@@ -45,7 +46,7 @@ def export_step(key: str, step: TrainingStep, target: Target) -> ExportedProgram
     def flat(*values: Any) -> list[Any]:
         return jax.tree.leaves(step.function(*jax.tree.unflatten(treedef, values)))
 
-    with compat.cudnn_explained(), compat.without_source_lines():
+    with activity(f"tracing the step under {key}"), compat.cudnn_explained(), compat.without_source_lines():
         try:
             exported, kernels = _exported(flat, leaves, target, jax.tree.leaves(step.shardings))
         except ValueError as error:
