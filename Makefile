@@ -49,10 +49,9 @@ test: $(STAMP)  ## run all tests
 .PHONY: coverage
 coverage: $(STAMP)  ## run all tests, also in the processes that they start, and print how much of each package ran
 	rm -rf build/coverage && mkdir -p build/coverage
-	-$(ONE_THREAD) $(BIN)/python -m coverage run -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
-	$(BIN)/python -m coverage combine -q
-	$(BIN)/python -m coverage json -q
-	$(BIN)/python -m benchmarks.coverage build/coverage/all.json
+	$(ONE_THREAD) $(BIN)/python -m coverage run -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS) || failed=1; \
+	$(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage json -q; \
+	$(BIN)/python -m benchmarks.coverage build/coverage/all.json; test -z "$${failed:-}"
 
 .PHONY: test-browser
 test-browser: $(STAMP)  ## run the tests that open pages in an installed Chromium

@@ -268,7 +268,10 @@ def state_shardings(optimizer: Any, state: Any, trained: Any, shardings: Any) ->
 
 
 def under(mesh: AbstractMesh | None, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` traced under `mesh`, so that a bare `PartitionSpec` in its constraints refers to this mesh."""
+    """`function` traced under `mesh`, so that a bare `PartitionSpec` in its constraints refers to this mesh.
+
+    The result has the function's `__wrapped__`: by its code, `apply.effect` tells functions apart.
+    """
 
     @functools.wraps(function, updated=())
     def traced(*args: Any, **kwargs: Any) -> Any:

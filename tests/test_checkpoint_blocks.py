@@ -57,6 +57,22 @@ def test_each_call_does_what_it_says_whatever_was_traced_before() -> None:
     assert_same(full(step)(params, x), step(params, x), 1e-6)
 
 
+@pytest.mark.parametrize("mesh", [None, {"data": 1}])
+def test_a_loss_without_blocks_is_told_apart_from_one_with_them(mesh: Any) -> None:
+    """Both take the same arguments. What the first loss shows in a cached trace is no proof for the second."""
+    loss, params, x = make_loss()
+    jitted = jax.jit(loss)
+
+    def traced(loss: Any) -> None:
+        step = rj.Workload(loss, params, (x,), Mlp, mesh=mesh).step("full")
+        jax.eval_shape(step.function, *step.arguments)
+
+    for _ in range(3):
+        traced(lambda params, x: jitted(params, x))
+    with pytest.raises(BlockError, match="block=Mlp: this class was never called"):
+        traced(lambda params, x: jnp.sum(x) + sum(map(jnp.sum, jax.tree.leaves(params))))
+
+
 def test_an_error_comes_again_with_every_call() -> None:
     loss, params, x = make_loss()
     full(loss)(params, x)

@@ -137,7 +137,7 @@ def test_its_step_keeps_the_optimizers_state_in_host_memory():
     step = plan.train_step(loss, optax.adam(1e-3))
     state = step.init(params)
     assert jax.typeof(state[0].mu["params"]["Dense_0"]["kernel"]).memory_space == jax.memory.Space.Host
-    with pytest.raises(ArgumentError, match=r"another one \(optimizer_on_host\); give nnx.Optimizer\(model, rj.off"):
+    with pytest.raises(ArgumentError, match=r"state in host memory \(optimizer_on_host\); give nnx.Optimizer\(model, rj.off"):
         model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
         plan.train_step(loss, nnx.Optimizer)(model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
 

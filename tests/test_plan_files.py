@@ -23,6 +23,7 @@ from remat_jax.memory.compile.options import GRAPHS, OPTION
 from remat_jax.planning import files
 from remat_jax.planning.model import Model, find_block
 from remat_jax.planning.page import page
+from remat_jax.planning.plan_data import Beyond
 from tests.fault.files import places
 from tests.plan_by_hand import PlannedLayer, plan
 
@@ -168,6 +169,11 @@ def test_the_keys_are_the_attribute_names():
             "xla_tpu_max_hbm_size_mib is an integer from 1 to",
         ),
         (lambda data: data["parts"][0].update(rows="all"), "rows=all is not a list"),
+        (lambda data: data.update(changes=["head_in_chunks"] * 2), "changes: head_in_chunks is made 2 times; at most 1"),
+        (
+            lambda data: data.update(beyond=[Beyond("micro_batches", times=20_000).__dict__]),
+            "beyond: micro_batches is made 20000 times; at most 3",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_file_is_said(tmp_path, change, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import flax.linen as nn
@@ -219,3 +220,15 @@ def test_wrong_arguments_are_named():
         rj.residuals(rj.Workload.from_nnx(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx_loss, (X,)), "full")
     with pytest.raises(BlockError, match="block=BatchNorm: this class was never called"):
         rj.residuals(rj.Workload(loss, PARAMS, (X,), nn.BatchNorm), "full")
+
+
+@pytest.mark.parametrize("mesh", [None, {"data": 1}])
+def test_a_loss_keeps_its_signature_and_takes_keywords(mesh):
+    def loss(params, x, *, scale=1.0):
+        """Scaled."""
+        return scale * (params * x).sum()
+
+    ones = jnp.ones(3)
+    kept = rj.Workload(loss, ones, (ones,), nn.Dense, mesh=mesh).loss
+    assert inspect.signature(kept) == inspect.signature(loss) and (kept.__name__, kept.__doc__) == ("loss", "Scaled.")
+    assert jax.jit(lambda x: kept(x, x=x, scale=2.0))(ones) == 6.0

@@ -247,7 +247,7 @@ def lacks_mesh(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def lacking_mesh_explained() -> Iterator[None]:
-    """Add to JAX's error for a bare `PartitionSpec` without a mesh how a workload gets one."""
+    """Add to JAX's error for a bare `PartitionSpec` without a mesh how a workload and a step get one."""
     try:
         yield
     except RuntimeError as error:
@@ -257,8 +257,8 @@ def lacking_mesh_explained() -> Iterator[None]:
 
 
 _GIVE_A_MESH = (
-    "remat_jax: the model constrains shardings by bare PartitionSpecs. Give the workload a mesh; for one device: "
-    'Workload(…, mesh={"data": 1})'
+    "remat_jax: the model constrains shardings by bare PartitionSpecs, which need a mesh. On one device, give a workload mesh="
+    '{"data": 1}, and run a step inside jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)))'
 )
 
 

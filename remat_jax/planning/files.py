@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -313,6 +314,24 @@ _BEYOND: dict[str, _Check] = {
     "times": _positive,
 }
 _FINDING: dict[str, _Check] = {"kind": _one_of(KINDS), "severity": _one_of(SEVERITIES), "text": _text}
+
+
+def _beyond(**given: Any) -> Beyond:
+    """A change that can be made so often."""
+    if given["times"] > CHANGES[given["change"]].most:
+        raise _Malformed(f"beyond: {given['change']} is made {given['times']} times; at most {CHANGES[given['change']].most}")
+    return Beyond(**given)
+
+
+def _changes(value: Any, name: str) -> tuple[str, ...]:
+    """The changes of a plan, none more often than it can be made."""
+    changes: tuple[str, ...] = _each(_one_of(CHANGES))(value, name)
+    for change, times in Counter(changes).items():
+        if times > CHANGES[change].most:
+            raise _Malformed(f"{name}: {change} is made {times} times; at most {CHANGES[change].most}")
+    return changes
+
+
 _POLICY: dict[str, _Check] = {"block": _key, "runs": _runs, "groups": _each(_pair(_count, _positive))}
 _PLAN: dict[str, _Check] = {
     "policies": _each(_object(_policy, _POLICY, "policies", {"groups": []})),
@@ -322,8 +341,8 @@ _PLAN: dict[str, _Check] = {
     "parts": _parts,
     "tried": _each(_pair(_text, _count)),
     **dict.fromkeys(("assumed_rates", "left_out"), _each(_text)),
-    "changes": _each(_one_of(CHANGES)),
-    "beyond": _each(_object(Beyond, _BEYOND, "a change", {"times": 1})),
+    "changes": _changes,
+    "beyond": _each(_object(_beyond, _BEYOND, "a change", {"times": 1})),
     "findings": _each(_object(PlanFinding, _FINDING, "a finding")),
     **dict.fromkeys(("is_maximal", "cut_short", "offload_needed"), _or_none(_flag)),
     **dict.fromkeys(("workload", "target", "jax_version"), _text),

@@ -30,7 +30,10 @@ _HINT = (
     "keys along the line."
 )
 
-_ALLOWED = "A plan makes a change that is allowed (<code>allow=…</code>, <code>--allow</code>) if the step is then faster."
+_ALLOWED = (
+    "A plan makes a change that is allowed (<code>allow=…</code>, <code>--allow</code>) if the step is then faster, or fits "
+    "only then."
+)
 _UNUSABLE = " Grey diamonds are named policies that cannot be the plan; their tips say why."
 _RANGES = (
     " Some rates of this hardware are assumed, so the tables give a range for each time; the picture shows the estimate in it."

@@ -182,7 +182,7 @@ class ModuleStep(JittedStep):
         for name, change in self._changes:
             if change.optimizer(optimizer.tx) is not optimizer.tx:
                 given = f"; give nnx.Optimizer(model, {change.optimizer_call}, wrt=nnx.Param)" if change.optimizer_call else ""
-                raise ArgumentError(f"optimizer: the plan has another one ({name}){given}")
+                raise ArgumentError(f"optimizer: the plan {change.does or 'changes it'} ({name}){given}")
         offloads = isinstance(optimizer.tx, OffloadedOptimizer)
         if offloads:
             nnx.update(optimizer.opt_state, nnx.state(optimizer.tx.place(nnx.as_pure(optimizer.opt_state))))

@@ -106,9 +106,13 @@ def joined(block: Block, measures: Array, room: Room, runs: Runs) -> Runs:
 
 def totals(block: Block, measures: Array, runs: Runs) -> tuple[float, float, float]:
     """Of a mix: the bytes saved without the late bytes, the peak above the memory in use before, and the bytes on the host."""
-    policies, counts = zip(*runs, strict=True)
-    columns = _measured(block, [measures[policy] for policy in policies], [np.array(count) for count in counts])
-    return float(columns[SAVED]), float(columns[NEED]), float(columns[HOST])
+    counts, saved, peak, host = [count for _, count in runs], 0.0, 0.0, 0.0
+    for at, (policy, count) in enumerate(runs):
+        each = measures[policy]
+        allocated = block.late_bytes * sum(own for own in counts[:at] if own > 1 and own in counts[at:])
+        peak = max(peak, saved + allocated + (count - 1) * each[SAVED] + each[NEED])
+        saved, host = saved + count * (each[SAVED] - block.late_bytes), host + count * each[HOST]
+    return float(saved), float(peak), float(host)
 
 
 def orders(policies: Sequence[int], most: int) -> Array:
@@ -166,7 +170,7 @@ def _fastest(block: Block, measures: Array, triples: Array, room: Room, last: Ar
     for last_try in (False, False, False, True) if late else ():
         # Only scans of equal length need more than the constraints say, and there are at most three such counts.
         runs = in_first_two - count, count, np.broadcast_to(last, count.shape)
-        over = fits & (room.before + _measured(block, (first, second, third), runs)[NEED] > budget)
+        over = _over(block, (first, second, third), runs, room.before, budget) & fits
         if last_try or not over.any():
             fits = fits & ~over
             break
@@ -194,12 +198,27 @@ def _measured(block: Block, policies: Sequence[Array], counts: Sequence[Array]) 
     """
     peak, runs = np.zeros(()), list(zip(policies, counts, strict=True))
     for at, (policy, count) in enumerate(runs):
-        begun = [functools.reduce(np.logical_or, (own == later for later in counts[at:])) & (own > 1) for own in counts[:at]]
-        free = block.late_bytes * sum(np.where(is_begun, 0, own) for is_begun, own in zip(begun, counts, strict=False))
-        kept = sum(own * each[SAVED] for each, own in runs[:at]) - free
+        kept = sum(own * (each[SAVED] - block.late_bytes) for each, own in runs[:at])
+        for own in counts[:at] if block.late_bytes else ():
+            begun = functools.reduce(np.logical_or, (_alike(own, later) for later in counts[at:]))
+            kept = kept + np.where(begun, own * block.late_bytes, 0.0)
         peak = np.maximum(peak, np.where(count > 0, kept + (count - 1) * policy[SAVED] + policy[NEED], 0.0))
     saved, _, host, extra = sum(count * policy for policy, count in runs)
     return np.stack(np.broadcast_arrays(saved - sum(counts) * block.late_bytes, peak, host, extra))
+
+
+def _over(block: Block, policies: Sequence[Array], runs: Sequence[Array], before: float, budget: float) -> Array:
+    """Whether mixes with scans of equal length exceed the budget; shape of the ``runs``, (triples, counts of the last run)."""
+    alike = np.nonzero(functools.reduce(np.logical_or, (_alike(*two) for two in itertools.combinations(runs, 2))))
+    over = np.zeros(runs[0].shape, bool)
+    measured = _measured(block, [policy[:, alike[0], 0] for policy in policies], [run[alike] for run in runs])
+    over[alike] = before + measured[NEED] > budget
+    return over
+
+
+def _alike(one: Array, other: Array) -> Array:
+    """Whether two lengths are those of scans that allocate their gradients together."""
+    return (one == other) & (one > 1)
 
 
 def first_mixes(

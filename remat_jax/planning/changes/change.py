@@ -23,6 +23,7 @@ class Change:
         the two planning problems, not the advice.
       rounds: into how many micro-batches it divides each micro-batch.
       declared: whether the loss is a `"sum"` or a `"mean"` over the examples; None if the traced loss is to show it.
+      does: what it does to the step, for messages.
       optimizer_call: how a user writes what `optimizer` does, for an optimizer `tx`. An `nnx.Optimizer` has its state already,
         so the step asks for the changed one.
     """
@@ -32,6 +33,7 @@ class Change:
     in_blocks: bool = False
     rounds: int = 1
     declared: str | None = None
+    does: str = ""
     optimizer_call: str = ""
 
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,4 +29,4 @@ class OptimizerOnHost(Change):
         return super().changed(workload)
 
 
-CHANGE = OptimizerOnHost(STATE, optimizer_call="rj.offload_optimizer(tx)")
+CHANGE = OptimizerOnHost(STATE, does="keeps the optimizer's state in host memory", optimizer_call="rj.offload_optimizer(tx)")
