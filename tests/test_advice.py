@@ -117,6 +117,14 @@ def assert_compiled_as(before: rj.Workload, after: rj.Workload, change: str, tar
     assert advice.compiled and advice.bytes == report.device_bytes - rj.measure(after, "full", target).device_bytes
 
 
+def test_an_advice_whose_change_is_unknown_stays_an_estimate() -> None:
+    """The unchanged step would free nothing, and the advice would be left out."""
+    before = job(rows=2)
+    advice = Advice("another change", 2**40, "", "")
+    report = dataclasses.replace(rj.measure(before, "full", "cpu"), advice=(advice,))
+    assert compiled_advice(before, "full", report, target_named("cpu"), 300) == (advice,)
+
+
 def test_a_head_in_chunks() -> None:
     before = job(vocabulary=8192)
     advice = assert_mended(before, job(vocabulary=8192, chunks=8), HEAD, 0.02)

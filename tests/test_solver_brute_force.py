@@ -11,6 +11,8 @@ import pytest
 
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.solver import Block, HostLink, Prices, ResidualCosts, Solver, Stack, cheapest_policy
+from remat_jax.solver.mix import totals
+from remat_jax.solver.policies import peak_bytes
 from remat_jax.solver.table import BlockTable
 from tests.solver_oracles import every_policy, exact_plan, least_peak, simulate, verify
 
@@ -169,6 +171,25 @@ def test_layers_whose_gradients_are_allocated_late():
         cut += bool(plan.cuts)
         slower.append(plan.seconds - fastest)
     assert max(slower) <= 1e-9 and cut >= 8
+
+
+def test_the_totals_of_a_mix_are_those_of_its_plan():
+    """Also where runs have equal lengths, whose gradients are allocated together."""
+    alike = 0
+    for case in range(200):
+        draw = random.Random(case)
+        block = random_block(draw, 2, repeats=draw.randint(2, 7), late_bytes=15.0)
+        table = BlockTable(block, None)
+        codes, _ = every_policy(block.without_offload(), None)
+        ends = [0, *sorted(draw.sample(range(1, block.repeats), min(2, block.repeats - 1))), block.repeats]
+        runs = [(draw.randrange(len(codes)), end - start) for start, end in itertools.pairwise(ends)]
+        policies = [table.policy(codes[policy]) for policy, count in runs for _ in range(count)]
+        saved, peak, host = totals(block, table.measures(codes), tuple(runs))
+        stack = Stack((block,), None, 5.0)
+        assert peak + 5.0 == pytest.approx(peak_bytes(stack, policies, ends[1:-1])) and host == 0
+        assert saved == pytest.approx(sum(policy.saved_bytes - 15.0 for policy in policies))
+        alike += len({count for _, count in runs if count > 1}) < sum(count > 1 for _, count in runs)
+    assert alike > 20
 
 
 def test_a_later_kind_may_use_what_earlier_kinds_allocate_late():

@@ -318,8 +318,7 @@ _FINDING: dict[str, _Check] = {"kind": _one_of(KINDS), "severity": _one_of(SEVER
 
 def _beyond(**given: Any) -> Beyond:
     """A change that can be made so often."""
-    if given["times"] > CHANGES[given["change"]].most:
-        raise _Malformed(f"beyond: {given['change']} is made {given['times']} times; at most {CHANGES[given['change']].most}")
+    _check_times(given["change"], given["times"], "beyond")
     return Beyond(**given)
 
 
@@ -327,9 +326,13 @@ def _changes(value: Any, name: str) -> tuple[str, ...]:
     """The changes of a plan, none more often than it can be made."""
     changes: tuple[str, ...] = _each(_one_of(CHANGES))(value, name)
     for change, times in Counter(changes).items():
-        if times > CHANGES[change].most:
-            raise _Malformed(f"{name}: {change} is made {times} times; at most {CHANGES[change].most}")
+        _check_times(change, times, name)
     return changes
+
+
+def _check_times(change: str, times: int, name: str) -> None:
+    if times > CHANGES[change].most:
+        raise _Malformed(f"{name}: {change} is made {times} times; at most {CHANGES[change].most}")
 
 
 _POLICY: dict[str, _Check] = {"block": _key, "runs": _runs, "groups": _each(_pair(_count, _positive))}
