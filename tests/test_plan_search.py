@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from remat_jax.planning.candidate import FAILED, Compiled, KeptArrays, Load, StepCandidate, Tried, one_residual_more
 from remat_jax.planning.choose_fastest import AS_FAST, TIME_ERROR, choose_fastest
 from remat_jax.planning.fit_memory import Fit, predicted
-from remat_jax.planning.generators import memory_limit, more, without_host
+from remat_jax.planning.generators import last_alone, memory_limit, more, without_host
 from remat_jax.planning.loop import MOST_COMPILED, MOST_GIVEN_UP, MOST_UNTIL_ONE_FITS, most_promising, search
 from remat_jax.planning.outcome import base_seconds, gain_of_more_memory
 from remat_jax.planning.plan_data import next_bytes
@@ -205,6 +205,25 @@ def test_a_step_with_its_offloads_saved_is_proposed():
     searched = Searched(stack, 6000, lambda step: predicted(stack, step.loads), named(stack))
     searched.learn(away := made((*[(SAVE, OFFLOAD, AGAIN)] * 5, NAMED["dots"]), stack))
     assert away.host_bytes and made((NAMED["dots"],) * 6, stack) in without_host.propose(searched.known)
+
+
+def test_the_last_layer_of_a_scan_is_tried_alone():
+    """The search does not know that this saves half of a layer's time, and finds it."""
+    stack = replace(STACK, blocks=(replace(LAYER, late_bytes=1.0),))
+    searched = Searched(stack, 1e6, lambda step: predicted(stack, step.loads), named(stack)[3:], scanned=True)
+    searched.pace = lambda step: 1.0 - (5 in step.cuts) * 1.5 / (stack.base_seconds + step.seconds)
+    searched.known = replace(searched.known, has_times=True)
+    (full,) = searched.candidates
+    assert last_alone.propose(searched.known) == []
+    searched.learn(full)
+    (alone,) = last_alone.propose(searched.known)
+    assert (alone.cuts, alone.kept, alone.doubt) == ((5,), full.kept, 0.25 * 3.0)
+    assert last_alone.propose(replace(searched.known, scanned=False)) == []
+    searched.run()
+    best = searched.known.best
+    assert 5 in best.candidate.cuts and best.compiled.seconds == pytest.approx(
+        stack.base_seconds + best.candidate.seconds - 1.5
+    )
 
 
 def test_a_likely_gain_comes_before_a_larger_one_that_hardly_fits():

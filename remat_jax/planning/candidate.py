@@ -80,6 +80,7 @@ class StepCandidate:
       seconds: the time to keep, recompute and copy residuals, estimated from the traced program. It is only a part of the
         step's time.
       expected_bytes: the predicted device bytes; None to predict them from the loads.
+      doubt: by how many seconds that estimate may be off for a reason of the candidate's own.
       near: a step that differs little from it, so that its time has the same pace; None for the pace of its family.
     """
 
@@ -93,6 +94,7 @@ class StepCandidate:
     seconds: float = field(default=0.0, compare=False)
     choices: Choices | None = field(default=None, compare=False, repr=False)
     expected_bytes: int | None = field(default=None, compare=False)
+    doubt: float = field(default=0.0, compare=False)
     near: StepCandidate | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -129,4 +129,4 @@ class Known:
         if link is not None and candidate.host_bytes != best.host_bytes:
             away = abs(candidate.host_bytes - best.host_bytes)
             doubt = math.hypot(doubt, _COPIES_DOUBT * (link.exposed_out(away, 0.0) + link.exposed_in(away, 0.0)))
-        return doubt
+        return math.hypot(doubt, self.times.pace * candidate.doubt)

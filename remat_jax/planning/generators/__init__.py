@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from remat_jax.planning.candidate import StepCandidate
-from remat_jax.planning.generators import as_written, groups, memory_limit, mix, more, named, without_host
+from remat_jax.planning.generators import as_written, groups, last_alone, memory_limit, mix, more, named, without_host
 from remat_jax.planning.known import Known
 
 Generator = Callable[[Known], Iterable[StepCandidate]]
@@ -21,6 +21,7 @@ GENERATORS: dict[str, Generator] = {
     "as_written": as_written.propose,
     "more": more.propose,
     "without_host": without_host.propose,
+    "last_alone": last_alone.propose,
     "mix": mix.propose,
     "groups": groups.propose,
     "memory_limit": memory_limit.propose,
