@@ -37,7 +37,7 @@ def main() -> None:
     options = parser.parse_args()
     compat.keep_to_cpu_without_gpu()
     rows = [cells(model, policy, options.target) for model in options.models for policy in POLICIES]
-    titles = ("model", "policy", "one scan", "last alone", "one scan", "last alone", "faster by", "of a layer's time")
+    titles = ["model", "policy", "one scan", "last alone", "one scan", "last alone", "faster by", "of a layer's time"]
     print(markdown(titles, rows))
 
 
