@@ -93,6 +93,7 @@ def test_what_the_hardware_refuses_and_takes() -> None:
     refused = backend.refused_offload(scanned=False, nested=False, devices=4)
     assert refused is not None and "scan them" in refused.sentence
     assert backend.refused_offload(scanned=True, nested=False, devices=4) is None
+    assert backend.refused_offload(scanned=True, nested=True, devices=1) is not None
     assert backend.refused_offload(scanned=False, nested=False, devices=1) is None
     assert backend.limit_options(8 * 2**30, v5e, 0) == {"xla_tpu_max_hbm_size_mib": 8192}
     assert backend.limit_options(16 * 2**30, v5e, 0) == backend.limit_options(None, v5e, 0) == {}

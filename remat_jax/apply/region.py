@@ -270,8 +270,8 @@ def _offered(block: BlockUnderPolicy, values: Sequence[Any]) -> tuple[dict[int, 
 
 
 def _refuse_nested_offload(block: BlockUnderPolicy, loops: int) -> None:
-    """Raise UnsupportedError if a GPU is here and the block, inside `loops` loops, offloads in a scan inside a scan."""
-    if not compat.has_gpu():
+    """Raise UnsupportedError if a GPU or TPU is here and the block, inside `loops` loops, offloads in a scan inside a scan."""
+    if not compat.has_accelerator():
         return
     inner = block.offloaded & names_in_scans(block.named.jaxpr)
     if loops > 1 or inner:

@@ -112,6 +112,7 @@ from remat_jax.compat.versions import JAX_VERSION as JAX_VERSION
 from remat_jax.compat.versions import SCANNED_OFFLOAD_MISCOMPILED as SCANNED_OFFLOAD_MISCOMPILED
 from remat_jax.compat.versions import SCANNED_OFFLOAD_REMEDY as SCANNED_OFFLOAD_REMEDY
 from remat_jax.compat.versions import eager_offload_explained as eager_offload_explained
+from remat_jax.compat.versions import has_accelerator as has_accelerator
 from remat_jax.compat.versions import has_gpu as has_gpu
 from remat_jax.compat.versions import installed_version as installed_version
 from remat_jax.compat.versions import limits as limits

@@ -63,9 +63,18 @@ def _cured_here() -> bool | None:
 
 def has_gpu() -> bool:
     """Whether JAX sees a GPU."""
-    # During tracing it is unknown on which device the function will run, so any GPU counts.
+    return _has("gpu")
+
+
+def has_accelerator() -> bool:
+    """Whether JAX sees a GPU or a TPU."""
+    return _has("gpu") or _has("tpu")
+
+
+def _has(platform: str) -> bool:
+    # During tracing it is unknown on which device the function will run, so any device counts.
     try:
-        return bool(jax.devices("gpu"))
+        return bool(jax.devices(platform))
     except RuntimeError:
         return False
 

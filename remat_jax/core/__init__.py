@@ -16,7 +16,7 @@ The modules, in reading order:
 - `stack_rows`: reads a layer's row from its stack inside the checkpoint.
 - `once`: the error for a reverse-mode derivative of a derivative through an offload.
 - `rewrite`: evaluates a traced function with other policies for its `jax.checkpoint` regions.
-- `nested_offload`: finds offload in a scan inside another scan, which XLA cannot compile for GPUs.
+- `nested_offload`: finds offload in a scan inside another scan, which XLA cannot compile.
 - `origins`: traces a residual back to the equation that computed it.
 - `marks`: placeholders for blocks until the layer of each block is known.
 - `shared`: keeps an input that several blocks read on the device.

@@ -1,7 +1,8 @@
-"""Finds offload in a scan inside another scan, which XLA cannot compile for GPUs (maxtext#4990).
+"""Finds offload in a scan inside another scan, which XLA cannot compile for GPUs and TPUs (maxtext#4990).
 
-The inner scan stacks the offloaded rows on the host, and the outer scan stacks these stacks. XLA then fails with "INTERNAL:
-Expected instruction to have shape equal to …" after layout assignment. Offload in the outer scan alone compiles, and so does
+The inner scan stacks the offloaded rows on the host, and the outer scan stacks these stacks. XLA:GPU then fails with "INTERNAL:
+Expected instruction to have shape equal to …" after layout assignment, XLA:TPU with "INTERNAL: … The async-start expects the
+shape of operand 0 to match the async shape". Offload in the outer scan alone compiles, and so does
 offload in a scan inside an unrolled layer.
 """
 
@@ -22,8 +23,8 @@ def refusal(block: str, names: Collection[str] = ()) -> UnsupportedError:
     arrays = f" ({', '.join(sorted(names)[:3])})" if names else ""
     return UnsupportedError(
         f"block {block or 'function'!r}: its policy offloads arrays{arrays} in a scan inside another scan, which XLA cannot "
-        'compile for GPUs (maxtext#4990). Use a policy that does not offload here, such as "full", and offload_inputs on a '
-        "block directly in the outer scan, such as the block that contains the inner scan; or unroll one of the two scans."
+        'compile for GPUs and TPUs (maxtext#4990). Use a policy that does not offload here, such as "full", and offload_inputs '
+        "on a block directly in the outer scan, such as the block that contains the inner scan; or unroll one of the two scans."
     )
 
 

@@ -26,6 +26,10 @@ class RefusedOffload(NamedTuple):
     sentence: str
 
 
+_NESTED = "XLA cannot compile offload in a scan inside another scan"
+NESTED_OFFLOAD = RefusedOffload(_NESTED, f"{_NESTED} for GPUs and TPUs (maxtext#4990)")
+
+
 class LimitOption(NamedTuple):
     """A compiler option that takes an integer from 1 to `largest`."""
 

@@ -14,7 +14,14 @@ from remat_jax import compat
 from remat_jax.core.nested_offload import refuse_nested_offload
 from remat_jax.errors import CompileError, TargetError, UnsupportedError
 from remat_jax.hardware import Target
-from remat_jax.memory.compile.backends.backend import Answers, Backend, LimitOption, RefusedOffload, without_accelerator
+from remat_jax.memory.compile.backends.backend import (
+    NESTED_OFFLOAD,
+    Answers,
+    Backend,
+    LimitOption,
+    RefusedOffload,
+    without_accelerator,
+)
 from remat_jax.memory.compile.backends.xla_files import XlaFiles, modelled_time
 from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.memory.compile.options import (
@@ -73,8 +80,7 @@ class GpuBackend(Backend):
                 f"{reason} for GPUs (openxla/xla#46231), so scanned layers offload nothing here; use "
                 f"{compat.SCANNED_OFFLOAD_REMEDY}",
             )
-        reason = "XLA cannot compile offload in a scan inside another scan"
-        return RefusedOffload(reason, f"{reason} for GPUs (maxtext#4990)") if nested else None
+        return NESTED_OFFLOAD if nested else None
 
     def attention_kernel(self, *, needs: str = "", cudnn_refuses: str = "") -> str:
         """cuDNN's kernel, which takes only some dtypes and sizes, or JAX's in Pallas."""

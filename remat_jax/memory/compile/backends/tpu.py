@@ -13,12 +13,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jax.extend.core import ClosedJaxpr
+
 from remat_jax import compat
+from remat_jax.core.nested_offload import refuse_nested_offload
 from remat_jax.errors import CompileError
 from remat_jax.hardware import Target
 from remat_jax.hardware.google import QUIET
 from remat_jax.hardware.slices import CHIPS_PER_HOST, wraps
-from remat_jax.memory.compile.backends.backend import Backend, LimitOption, RefusedOffload, without_accelerator
+from remat_jax.memory.compile.backends.backend import NESTED_OFFLOAD, Backend, LimitOption, RefusedOffload, without_accelerator
 from remat_jax.memory.compile.backends.xla_files import XlaFiles, modelled_time
 from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.memory.compile.sizes import REFUSED, Sizes
@@ -67,10 +70,17 @@ class TpuBackend(Backend):
             "wrap": list(wraps(shape)),
         }
 
+    def check_program(self, jaxpr: ClosedJaxpr) -> None:
+        """XLA:TPU cannot compile offload in a scan inside another scan."""
+        refuse_nested_offload(jaxpr)
+
     def refused_offload(self, *, scanned: bool, nested: bool, devices: int) -> RefusedOffload | None:
-        """Offload of unrolled layers on several devices, which frees no memory (`compat.data_ties`)."""
+        """Offload in a scan inside another scan, and of unrolled layers on several devices.
+
+        The latter frees no memory (`compat.data_ties`).
+        """
         if scanned or devices == 1:
-            return None
+            return NESTED_OFFLOAD if nested else None
         reason = "on several TPUs, XLA copies the offloaded residuals of unrolled layers back at once"
         return RefusedOffload(reason, f"{reason} (docs/notes/tpu.md), so unrolled layers offload nothing here; scan them")
 
