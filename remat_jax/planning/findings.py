@@ -13,6 +13,7 @@ KINDS = {
     "not_shown": "a promise that was not shown for this plan",
     "cut_short": "the timeout ended the search",
     "preferred": "the plan is not the fastest compiled step",
+    "cut": "layers under one policy are in several scans",
     "no_offload": "why nothing may be offloaded",
     "blocks": "the blocks were found, not given",
     "replaced": "the policies replace checkpoints of the model's own",
@@ -26,6 +27,10 @@ KINDS = {
 }
 """The kinds of findings."""
 SEVERITIES = ("info", "warning")
+CUT = (
+    "Some layers under one policy are in scans of their own: XLA runs a single layer without a loop, and allocates the gradients "
+    "of a scan as a whole"
+)
 FITS_WITH_CUBLAS = "whether the step fits if XLA chooses cuBLAS for the matmuls"
 
 

@@ -26,7 +26,7 @@ from remat_jax.planning.changes import CHANGES, checked
 from remat_jax.planning.check_budget import budget_bytes, check_arguments_fit, host_budget_bytes, infeasible
 from remat_jax.planning.choose_fastest import choose_fastest
 from remat_jax.planning.compile_candidates import Compiler, Progress, one_line
-from remat_jax.planning.findings import FITS_WITH_CUBLAS, info, listed, not_shown, option_findings, warning
+from remat_jax.planning.findings import CUT, FITS_WITH_CUBLAS, info, listed, not_shown, option_findings, warning
 from remat_jax.planning.fit_memory import predicted, with_shares
 from remat_jax.planning.generators.as_written import counted_flops
 from remat_jax.planning.loop import Ended, search, settle
@@ -318,6 +318,8 @@ class _Planner:
         if not fields["is_maximal"]:
             open_questions.append("that no further residual can be saved in a run of layers")
         self.findings += not_shown(begin, open_questions, "no compilations were left" * (ended.by == "compilations"))
+        if candidate.cuts:
+            self.findings.append(info("cut", CUT))
         if self.workload.found is not None:
             self.findings.append(info("blocks", self.workload.found.text))
         if self.workload.replaced_checkpoints and candidate.checkpoints:
