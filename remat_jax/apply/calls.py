@@ -118,7 +118,7 @@ def _dispatching(method: str, path_of: Callable[[Any], str], call: Call, origina
         def as_block(policy: Any, audit: Audit) -> Any:
             # A module that is called inside another one runs in a scope already.
             with nullcontext() if in_named_part() else scope_of(block_path(path, name)):
-                return call(self, original, policy, args, kwargs, audit, method=name)
+                return call(self, original, args, kwargs, policy, audit, method=name)
 
         return run_module(self, path, lambda: original(self, *args, **kwargs), as_block, name)
 

@@ -20,10 +20,11 @@ from flax import linen, nnx
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
+from remat_jax.apply.binding import RegionPolicy
 from remat_jax.apply.calls import Call, entered, heard, intercepted, is_inside, is_listening, named_scopes, scope_of
 from remat_jax.apply.haiku import is_haiku
 from remat_jax.apply.methods import CALL, block_path, classes_and_methods, defines, with_own_method
-from remat_jax.apply.region import RegionPolicy, run_block
+from remat_jax.apply.region import run_block
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.errors import ArgumentError, nearest
 from remat_jax.identity import ByIdentity
@@ -40,9 +41,9 @@ _paths_of_class: ContextVar[dict[type, frozenset[str]]] = ContextVar("paths_of_c
 def call(
     module: Any,
     original: Call,
-    policy: RegionPolicy,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    policy: RegionPolicy,
     audit: Audit,
     method: str = CALL,
 ) -> Any:
@@ -55,7 +56,7 @@ def call(
         with entered(module, method), named_scopes(parts_in(module)[1:], parts_in, shapes):
             return original(module, *args, **kwargs)
 
-    return run_block(pure, policy, block_path(path_of(module), method), module, args, kwargs, audit)
+    return run_block(pure, block_path(path_of(module), method), module, args, kwargs, policy, audit)
 
 
 def path_of(module: Any) -> str:
@@ -242,7 +243,7 @@ def block(fn: F | None = None, *, parameters: str | Iterable[str] | None = None)
                 return fn(*args, **kwargs)
 
         with compat.blocks_around_which(checkpoints_stay=policies.keeps), scope_of(path):
-            return run_block(pure, policy, path, parameters, args, kwargs, record.audit)
+            return run_block(pure, path, parameters, args, kwargs, policy, record.audit)
 
     scope.marked.add(marked)
     return marked

@@ -114,13 +114,13 @@ def call_block(
     if not isinstance(target, linen.Module | nnx.Module) and args and isinstance(args[0], linen.Module):
         # A decorated method: `@remat` in the body of a class.
         method = getattr(target, "__name__", CALL)
-        outputs = linen_blocks.call(args[0], compat.linen_method(target), policy, args[1:], kwargs, audit, method=method)
+        outputs = linen_blocks.call(args[0], target, args[1:], kwargs, policy, audit, method=method)
     elif isinstance(target, linen.Module | nnx.Module):
         blocks = linen_blocks if isinstance(target, linen.Module) else nnx_blocks
-        outputs = blocks.call(target, getattr(type(target), method), policy, args, kwargs, audit, method=method)
+        outputs = blocks.call(target, getattr(type(target), method), args, kwargs, policy, audit, method=method)
     else:
         path = getattr(target, "__name__", type(target).__name__).replace("<lambda>", "lambda")
-        outputs = run_block(lambda _, *args, **kwargs: target(*args, **kwargs), policy, path, (), args, kwargs, audit)
+        outputs = run_block(lambda _, *args, **kwargs: target(*args, **kwargs), path, (), args, kwargs, policy, audit)
     audit.check()
     return outputs
 

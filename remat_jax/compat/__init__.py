@@ -98,7 +98,6 @@ from remat_jax.compat.tracing import is_traced as is_traced
 from remat_jax.compat.tracing import linen_method as linen_method
 from remat_jax.compat.tracing import loops_around as loops_around
 from remat_jax.compat.tracing import made_by as made_by
-from remat_jax.compat.tracing import method_inside_decorators as method_inside_decorators
 from remat_jax.compat.tracing import nnx_jit as nnx_jit
 from remat_jax.compat.tracing import not_captured as not_captured
 from remat_jax.compat.tracing import on_device as on_device

@@ -318,11 +318,6 @@ def block_settings() -> Any:
         return trace_settings()
 
 
-def method_inside_decorators(context: Any) -> Callable[..., Any]:
-    """The method whose call a Linen interceptor got, without the decorators around it (`@nn.jit`, `@nn.remat`, `@nn.scan`)."""
-    return linen_method(context.orig_method.func)
-
-
 def in_linen_module() -> bool:
     """Whether a method of a Linen module is running."""
     return _linen_module._context.module_stack[-1] is not None

@@ -17,8 +17,8 @@ from jax.extend.core import ClosedJaxpr
 
 from remat_jax import compat
 from remat_jax.apply.audit import layers_text
+from remat_jax.apply.binding import bind_block
 from remat_jax.apply.per_layer.positions import Positions
-from remat_jax.apply.region import bind_block
 from remat_jax.core import StackRow, block_under_policy
 from remat_jax.core.marks import Block, mark_of, name_of
 from remat_jax.core.tied_chain import unlinked
@@ -96,7 +96,7 @@ def run_group(
     apart: bool,
     rows: Mapping[int, StackRow] | None = None,
 ) -> list[Any]:
-    """`function(*values)`, the layers of a group, under a checkpoint that keeps `values`. Options: see `region.bind_block`."""
+    """`function(*values)`, the layers of a group, under a checkpoint that keeps `values`. Options: see `binding.bind_block`."""
     with unlinked():
         jaxpr, consts = compat.hoist_consts(jax.make_jaxpr(function)(*values))
     block = block_under_policy(jaxpr, FULL, "", [False] * len(jaxpr.in_avals))
