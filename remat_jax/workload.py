@@ -303,8 +303,7 @@ class Workload:
         return with_module_names(fn, self._blocks or ())
 
     def _policies(self, policy: Any) -> BlockPolicies:
-        by_block = policy if isinstance(policy, dict) else dict.fromkeys(self.blocks, as_block_policy(policy))
-        return self.own.policies(by_block)
+        return self.own.policies(policy if isinstance(policy, dict) else dict.fromkeys(self.blocks, policy))
 
     def inner_loss(self, policies: BlockPolicies | None) -> InnerLoss:
         """The loss that a finished step differentiates, under `policies`; None leaves the model as written.

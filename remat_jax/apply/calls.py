@@ -232,14 +232,14 @@ class _Patch:
         before, self.own, self.users = getattr(cls, method), vars(cls).get(method), 0
 
         @functools.wraps(before)
-        def inherited(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def inherited(module: Any, /, *args: Any, **kwargs: Any) -> Any:
             # Looked up at each call, because the base class may be patched later.
             return getattr(super(cls, module), method)(*args, **kwargs)
 
         self.original = original = inherited if self.own is None else before
 
         @functools.wraps(before)
-        def look_up(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def look_up(module: Any, /, *args: Any, **kwargs: Any) -> Any:
             return _wrapped.get().get((cls, method), original)(module, *args, **kwargs)
 
         # The undecorated function: Equinox warns of a method whose `__wrapped__` has arrays, as its own decorators do.

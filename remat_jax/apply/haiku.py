@@ -36,7 +36,7 @@ def _interceptor(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
     if path is None:  # the module is being made
         return next_fun(*args, **kwargs)
 
-    def run(_: None, *args: Any, **kwargs: Any) -> Any:
+    def run(_: None, /, *args: Any, **kwargs: Any) -> Any:
         with entered(module, method):
             return next_fun(*args, **kwargs)
 

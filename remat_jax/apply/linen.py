@@ -41,7 +41,7 @@ def call(
     """
     original, path = compat.linen_method(original), block_path(_path(module), method)
 
-    def body(clone: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def body(clone: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         with entered(clone, method), compat.not_captured(clone, intercepted) if intercepted else nullcontext():
             return original(clone, *args, **kwargs)
 
@@ -65,9 +65,9 @@ def _path(module: nn.Module) -> str:
 def _lift(body: Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Call) -> Any:
     """`body(module, *args, **kwargs)`; `run`, `run_block` with the block's policy, runs it as a function of its variables."""
 
-    def transform(function: Callable[..., Any], scopes: Any, *args: Any, **kwargs: Any) -> Any:
-        def inner(scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-            def pure(groups: Any, *args: Any, **kwargs: Any) -> Any:
+    def transform(function: Callable[..., Any], scopes: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def inner(scope_fn: Any, repack: Any, variables: Any, rngs: Any, /, *args: Any, **kwargs: Any) -> Any:
+            def pure(groups: Any, /, *args: Any, **kwargs: Any) -> Any:
                 lifted_scope = scope_fn(*groups)
                 outputs = function(lifted_scope, *args, **kwargs)
                 return outputs, repack(lifted_scope)

@@ -52,7 +52,7 @@ def call(
     The arrays in `module` are the block's parameters.
     """
 
-    def pure(module: Any, *args: Any, **kwargs: Any) -> Any:
+    def pure(module: Any, /, *args: Any, **kwargs: Any) -> Any:
         with entered(module, method), named_scopes(parts_in(module)[1:], parts_in, shapes):
             return original(module, *args, **kwargs)
 
@@ -234,7 +234,7 @@ def block(fn: F | None = None, *, parameters: str | Iterable[str] | None = None)
         record.modules.setdefault(path, path)
         parameters, args, kwargs = _split(args, kwargs) if held is None else held.split(args, kwargs)
 
-        def pure(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        def pure(parameters: Any, /, *args: Any, **kwargs: Any) -> Any:
             if held is None:
                 args = (*parameters, *args)
             else:

@@ -76,7 +76,7 @@ class _StaticArguments:
                     f"{nearest(name, parameters)} There are: {', '.join(parameters)}"
                 )
 
-    def check(self, *args: Any, **kwargs: Any) -> None:
+    def check(self, /, *args: Any, **kwargs: Any) -> None:
         """Raise if a static argument is traced or is an array of rank 1 or more."""
         if self.signature is None:
             return
@@ -120,7 +120,7 @@ def call_block(
         outputs = blocks.call(target, getattr(type(target), method), args, kwargs, policy, audit, method=method)
     else:
         path = getattr(target, "__name__", type(target).__name__).replace("<lambda>", "lambda")
-        outputs = run_block(lambda _, *args, **kwargs: target(*args, **kwargs), path, (), args, kwargs, policy, audit)
+        outputs = run_block(lambda _, /, *args, **kwargs: target(*args, **kwargs), path, (), args, kwargs, policy, audit)
     audit.check()
     return outputs
 

@@ -78,8 +78,7 @@ class BlockPolicies:
         return next((self._marked(block, policy) for block, policy in self.entries if block == function), None)
 
     def _marked(self, block: Block, policy: Policy | JaxPolicy | LayerPolicies) -> Policy | JaxPolicy | Marked:
-        by_layer = self.by_layer or isinstance(policy, LayerPolicies)
-        return Marked(block, policy, self.keeps) if by_layer else policy  # type: ignore[return-value]
+        return Marked(block, policy, self.keeps) if isinstance(policy, LayerPolicies) or self.by_layer else policy
 
     def over(self, outer: BlockPolicies | None) -> BlockPolicies:
         """These entries, followed by an enclosing call's entries for other blocks."""

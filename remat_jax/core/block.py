@@ -170,7 +170,7 @@ class BlockUnderPolicy:
         if not isinstance(self.policy, Policy):
             assert not rows, "a JAX policy could save a row that is read from its stack"
             return lambda *args: compat.bind_region(self.jaxpr, args, policy=self.policy, prevent_cse=prevent_cse)
-        size, bound = len(self.jaxpr.in_avals), compat.bound_axes()
+        size = len(self.jaxpr.in_avals)
 
         def run(*primals: Any) -> list[Any]:
             outputs = _reading(compat.jaxpr_function(self.jaxpr), size, rows)(*primals)
@@ -197,11 +197,7 @@ class BlockUnderPolicy:
             changes = map(transposed_once, changes) if once else changes
             return outputs, [next(changes) if is_smooth(out) else zero_tangent(out) for out in outputs]
 
-        def jvp_with_axes(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            with bound():
-                return jvp(primals, tangents)
-
-        return compat.block_function(run, jvp_with_axes)
+        return compat.block_function(run, compat.with_axes_bound_now(jvp))
 
     def _linearised_under_policy(
         self, primals: Sequence[Any], directions: Sequence[Any], live: Sequence[int], staying: Iterable[int]

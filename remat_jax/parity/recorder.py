@@ -129,7 +129,7 @@ class Recorder:
 
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(module: Any, /, *args: Any, **kwargs: Any) -> Any:
             path = vars(module).get(_TAG)
             if path is None:
                 return original(module, *args, **kwargs)
