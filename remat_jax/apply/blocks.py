@@ -19,7 +19,7 @@ from remat_jax.apply.scope import BlockPolicies, Record, checked_block
 from remat_jax.core.marks import Block
 from remat_jax.core.walk import checkpoints_around_blocks
 from remat_jax.errors import ArgumentError, BlockError, RematError
-from remat_jax.policy import as_block_policy
+from remat_jax.policy import JaxPolicy, LayerPolicies, Policy, as_block_policy
 from remat_jax.warning import silenced
 
 P = ParamSpec("P")
@@ -88,7 +88,7 @@ def checkpoint_blocks(
     return _under_policy(fn, as_block_policy(policies), keeps)
 
 
-def _under_policy(fn: Callable[P, R], policy: Any, keeps: bool) -> Callable[P, R]:
+def _under_policy(fn: Callable[P, R], policy: Policy | JaxPolicy | LayerPolicies, keeps: bool) -> Callable[P, R]:
     """`checkpoint_blocks` with a checked policy of the blocks that are found in each call of a new signature."""
     known: dict[Hashable, Callable[P, R]] = {}
 
@@ -110,7 +110,7 @@ def _under_policy(fn: Callable[P, R], policy: Any, keeps: bool) -> Callable[P, R
     return with_policy
 
 
-def _may_be_policy(value: Any) -> bool:
+def _may_be_policy(value: object) -> bool:
     """Whether `value` may be one policy; False for collections and blocks, for which a mapping is expected."""
     if isinstance(value, str):
         return True

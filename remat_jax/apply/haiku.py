@@ -11,7 +11,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from remat_jax.apply.calls import entered, run_module
+from remat_jax.apply.calls import Call, entered, run_module
 from remat_jax.apply.methods import block_path, first_name
 from remat_jax.apply.region import run_block
 
@@ -30,7 +30,7 @@ def intercepting() -> AbstractContextManager[None]:
     return context
 
 
-def _interceptor(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+def _interceptor(next_fun: Call, args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
     module, method = context.module, first_name(type(context.module), context.method_name)
     path = getattr(module, "module_name", None)
     if path is None:  # the module is being made

@@ -66,7 +66,7 @@ def _lift(body: Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     """`body(module, *args, **kwargs)`; `run`, `run_block` with the block's policy, runs it as a function of its variables."""
 
     def transform(function: Callable[..., Any], scopes: Any, /, *args: Any, **kwargs: Any) -> Any:
-        def inner(scope_fn: Any, repack: Any, variables: Any, rngs: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def inner(scope_fn: Call, repack: Call, variables: Any, rngs: Any, /, *args: Any, **kwargs: Any) -> Any:
             def pure(groups: Any, /, *args: Any, **kwargs: Any) -> Any:
                 lifted_scope = scope_fn(*groups)
                 outputs = function(lifted_scope, *args, **kwargs)
@@ -80,7 +80,7 @@ def _lift(body: Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     return lift_direct_transform(transform, (body,), module, *args, **kwargs)
 
 
-def _interceptor(next_fun: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+def _interceptor(next_fun: Call, args: tuple[Any, ...], kwargs: dict[str, Any], context: nn.module.InterceptorContext) -> Any:
     # Flax has the name of the function, which the class may call otherwise (`__call__ = forward`).
     module, method = context.module, first_name(type(context.module), context.method_name, context.orig_method.func)
     if module.scope is None:

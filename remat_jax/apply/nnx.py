@@ -30,7 +30,7 @@ _paths: ContextVar[ByIdentity[str]] = ContextVar("paths", default=ByIdentity()) 
 
 
 def call(
-    module: Any,
+    module: nnx.Pytree,
     original: Call,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -46,7 +46,7 @@ def call(
     """
     path = path or path_of(module)
 
-    def run(inner: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def run(inner: nnx.Pytree, /, *args: Any, **kwargs: Any) -> Any:
         parts = [part for part in parts_in(inner) if part[0]]
         with entered(inner, method), known_paths(inner, path), named_scopes(parts, parts_in, shapes):
             return original(inner, *args, **kwargs)

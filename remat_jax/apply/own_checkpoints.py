@@ -40,7 +40,7 @@ KEPT = (
 )
 
 
-def check_choice(own_checkpoints: Any) -> bool:
+def check_choice(own_checkpoints: object) -> bool:
     """Whether the model's own checkpoints are kept.
 
     Raises:
@@ -57,13 +57,13 @@ def check_choice(own_checkpoints: Any) -> bool:
     return bool(own_checkpoints == "keep")
 
 
-_regions: ContextVar[list[Any] | None] = ContextVar("regions", default=None)
+_regions: ContextVar[list[ClosedJaxpr] | None] = ContextVar("regions", default=None)
 
 
 @contextmanager
-def noting_regions() -> Iterator[list[Any]]:
+def noting_regions() -> Iterator[list[ClosedJaxpr]]:
     """Collects the bodies of the model's checkpoint regions that are traced inside this context."""
-    regions: list[Any] = []
+    regions: list[ClosedJaxpr] = []
     compat.install_hooks()
     with compat.setting(_regions, regions):
         yield regions
@@ -89,10 +89,10 @@ def _gives_way(body: ClosedJaxpr) -> bool:
 compat.let_checkpoints_give_way(_gives_way)
 
 
-def _has_effect(policy: Any) -> bool:
+def _has_effect(policy: RegionPolicy) -> bool:
     """Whether a block's policy is other than `off`, in any layer."""
-    policy = policy.policy if isinstance(policy, Marked) else policy
-    return not all(map(is_off, [of_run for _, of_run in policy.runs] if isinstance(policy, LayerPolicies) else [policy]))
+    given = policy.policy if isinstance(policy, Marked) else policy
+    return not all(map(is_off, [of_run for _, of_run in given.runs] if isinstance(given, LayerPolicies) else [given]))
 
 
 def in_place(

@@ -59,7 +59,7 @@ def call(
     return run_block(pure, block_path(path_of(module), method), module, args, kwargs, policy, audit)
 
 
-def path_of(module: Any) -> str:
+def path_of(module: object) -> str:
     """The attribute path of `module` in the arguments.
 
     For a module that is not in the arguments (a row of a scanned stack, a cast copy): the path of the only module of its class
@@ -121,7 +121,7 @@ class ModelArrays:
         self.trainable = (lambda path, leaf: jnp.issubdtype(leaf.dtype, jnp.inexact)) if mixed else None
 
     @property
-    def others(self) -> Any:
+    def others(self) -> tuple[Any, ...]:
         """What of the model is no array, to compare by value: equal if `whole` makes equal models of equal arrays."""
         return (self._treedef, *((nth, type(leaf), leaf) for nth, leaf in self._others.items())) if self._others else ()
 
@@ -147,7 +147,7 @@ class ModelArrays:
         return of_arrays
 
 
-def is_tree_class(block: Any) -> bool:
+def is_tree_class(block: object) -> bool:
     """Whether `block` is a class of callable instances, but no Flax module class and no `functools.partial`."""
     return isinstance(block, type) and not _has_own_file(block) and defines(block, CALL)
 

@@ -74,7 +74,7 @@ def run_block(
     return outputs_of(run(jaxpr, inputs=is_input, values=values))
 
 
-def _from_parameters(jaxpr: ClosedJaxpr, values: Sequence[Any], size: int) -> tuple[Any, list[Any]]:
+def _from_parameters(jaxpr: ClosedJaxpr, values: Sequence[Any], size: int) -> tuple[ClosedJaxpr, list[Any]]:
     """The closed `jaxpr` as a function of the arrays from which `values` were made, and these arrays.
 
     A checkpoint keeps its inputs. If an input is a named copy of an array, or a view of a parameter (one of the first `size`
@@ -138,7 +138,7 @@ def _in_haiku(
 
 def traced(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, list[Any], Callable[[Sequence[Any]], Any]]:
+) -> tuple[ClosedJaxpr, list[Any], Callable[[Sequence[Any]], Any]]:
     """Trace `function(*args, **kwargs)`: `(closed jaxpr, arrays in the arguments, outputs_of)`.
 
     `outputs_of(jaxpr's outputs)` is the result of the call, and makes the call's changes to the NNX objects in the arguments,

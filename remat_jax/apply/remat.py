@@ -22,7 +22,7 @@ from remat_jax.policy import JaxPolicy, Policy, as_policy
 T = TypeVar("T", bound=Callable[..., Any])
 
 
-def remat(target: T, policy: Any = "full", *, static_argnames: str | Iterable[str] = ()) -> T:
+def remat(target: T, policy: Policy | str | JaxPolicy = "full", *, static_argnames: str | Iterable[str] = ()) -> T:
     """`target` with `policy` on every call: a drop-in for `nn.remat`, `nnx.remat` and `jax.checkpoint`.
 
     For a Linen or NNX class the result is a subclass of the same name, so automatic parameter names do not change. Keyword
@@ -91,7 +91,7 @@ class _StaticArguments:
                 )
 
 
-def _function(target: Any, policy: Policy | JaxPolicy, static: _StaticArguments) -> Any:
+def _function(target: Callable[..., Any], policy: Policy | JaxPolicy, static: _StaticArguments) -> Any:
     @functools.wraps(target)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         static.check(*args, **kwargs)
@@ -125,7 +125,7 @@ def call_block(
     return outputs
 
 
-def _module_class(target: Any, policy: Policy | JaxPolicy, static: _StaticArguments) -> Any:
+def _module_class(target: type, policy: Policy | JaxPolicy, static: _StaticArguments) -> Any:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         static.check(self, *args, **kwargs)
         return call_block(self, policy, args, kwargs)
@@ -133,7 +133,7 @@ def _module_class(target: Any, policy: Policy | JaxPolicy, static: _StaticArgume
     return subclass(target, {CALL: method_or_block(target, CALL, __call__)})
 
 
-def method_or_block(cls: Any, method: str, block: Callable[..., Any]) -> Callable[..., Any]:
+def method_or_block(cls: type, method: str, block: Callable[..., Any]) -> Callable[..., Any]:
     """`block`, a method that runs the `method` of `cls` as a block, and inside this block the `method` itself."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +142,7 @@ def method_or_block(cls: Any, method: str, block: Callable[..., Any]) -> Callabl
     return call
 
 
-def subclass(cls: Any, methods: Mapping[str, Callable[..., Any]]) -> Any:
+def subclass(cls: type, methods: Mapping[str, Callable[..., Any]]) -> Any:
     """A subclass of `cls` with other methods. It has the same name, from which Flax derives parameter names."""
     names = {
         **{name: functools.wraps(getattr(cls, name))(method) for name, method in methods.items()},

@@ -20,13 +20,13 @@ from remat_jax.core.marks import CHECKPOINTS, PARTS, SCANS, Block
 from remat_jax.core.rewrite import count_regions, leaving_blocks, rewrite
 from remat_jax.core.walk import equations, retrace
 from remat_jax.errors import ArgumentError, BlockError
-from remat_jax.policy import as_policy
+from remat_jax.policy import JaxPolicy, Policy, as_policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
+def replan(fn: Callable[P, R], policy: Policy | str | JaxPolicy) -> Callable[P, R]:
     """`fn` with `policy` on all its checkpoint regions, made by `nn.remat`, `nnx.remat` or `jax.checkpoint`.
 
     `fn` is traced when it is called: it must work on tracers in place of the arrays in its arguments. Other Python values in
@@ -81,7 +81,7 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
     return replanned
 
 
-def with_marked_parts(jaxpr: ClosedJaxpr, blocks: Set[Block], record: scope.Record) -> Any:
+def with_marked_parts(jaxpr: ClosedJaxpr, blocks: Set[Block], record: scope.Record) -> ClosedJaxpr:
     """The closed `jaxpr` with marks for its checkpoint regions and scans, as far as they are among the `blocks`."""
     policies = scope.active()
     if compat.in_solver():  # a linear solver may differentiate its linear function, which is no part of the loss then

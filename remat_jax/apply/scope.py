@@ -133,7 +133,7 @@ def checked_block(block: Any, argument: str = "block") -> Block:
     )
 
 
-def checked_blocks(blocks: Any) -> tuple[Block, ...]:
+def checked_blocks(blocks: object) -> tuple[Block, ...]:
     """`blocks`, one or a tuple, each checked (`checked_block`)."""
     listed = blocks if isinstance(blocks, tuple) else (blocks,)
     if not listed:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -201,7 +201,7 @@ class BlockUnderPolicy:
 
     def _linearised_under_policy(
         self, primals: Sequence[Any], directions: Sequence[Any], live: Sequence[int], staying: Iterable[int]
-    ) -> tuple[Any, JaxPolicy | None]:
+    ) -> tuple[ClosedJaxpr, JaxPolicy | None]:
         """The linearisation along the `live` inputs as a closed jaxpr, and the JAX policy for its checkpoint."""
         assert isinstance(self.policy, Policy)
         linearisation = _linearisation(list(primals), list(directions), live, self.names)
@@ -268,7 +268,7 @@ def _reading(function: Function, size: int, rows: Sequence[int]) -> Function:
 
 def _linearisation(
     primals: list[Any], directions: list[Any], live: Sequence[int], names: NamedBlock | None = None
-) -> tuple[Any, Linearise]:
+) -> tuple[Hashable, Linearise]:
     """A cache key for a linearisation of a block, and the function that traces it.
 
     The linearisation maps `(*primals, *directions)` to the outputs, followed by the tangents of the smooth outputs. If the
@@ -294,7 +294,7 @@ def _linearisation(
     return key, linearise
 
 
-def _linearised_along_all(avals: Sequence[Any], linearised: Callable[[Any, Linearise], Named]) -> tuple[list[int], Named]:
+def _linearised_along_all(avals: Sequence[Any], linearised: Callable[[Hashable, Linearise], Named]) -> tuple[list[int], Named]:
     """The indices of the inputs along which a block has a derivative, and `linearised` of its linearisation along them.
 
     An input need not have a derivative if the caller does not differentiate it, for example the input of a callback.
@@ -324,7 +324,7 @@ def _along_all(named: Named, primals: Sequence[Any], live: Sequence[int], names:
     if list(live) == [index for index, aval in enumerate(avals) if is_smooth(aval)]:
         return None
 
-    def linearised(key: Any, linearise: Linearise) -> Named:
+    def linearised(key: Hashable, linearise: Linearise) -> Named:
         remembered = names.first.linearised(key, linearise) if named is names.first.named else None
         return remembered or linearise(named)
 
@@ -334,7 +334,7 @@ def _along_all(named: Named, primals: Sequence[Any], live: Sequence[int], names:
         return None
 
 
-def linear_part(function: Function, primals: Sequence[Any], places: Sequence[int]) -> Any:
+def linear_part(function: Function, primals: Sequence[Any], places: Sequence[int]) -> Function:
     """The derivative of `function` at `primals`: maps tangents of the inputs at `places` to tangents of the smooth outputs."""
 
     def of_places(*changed: Any) -> list[Any]:
@@ -343,16 +343,16 @@ def linear_part(function: Function, primals: Sequence[Any], places: Sequence[int
     return jax.linearize(of_places, *(primals[place] for place in places))[1]
 
 
-def is_live(tangent: Any) -> bool:
+def is_live(tangent: jax.Array | SymbolicZero) -> bool:
     """Whether a tangent in a `custom_jvp` rule is neither a symbolic zero nor of dtype float0."""
     return not isinstance(tangent, SymbolicZero) and jnp.result_type(tangent) != jax.dtypes.float0
 
 
-def is_smooth(out: Any) -> bool:
+def is_smooth(out: jax.Array | jax.core.ShapedArray) -> bool:
     """Whether a value has a derivative; integers, booleans and RNG keys have none."""
     return bool(jnp.issubdtype(out.dtype, jnp.inexact))
 
 
-def zero_tangent(out: Any) -> Any:
+def zero_tangent(out: jax.Array | jax.core.ShapedArray) -> jax.Array | np.ndarray[Any, Any]:
     """The zero tangent of `out`; its dtype is float0 if `out` has no derivative."""
     return jnp.zeros(out.shape, out.dtype) if is_smooth(out) else np.zeros(out.shape, jax.dtypes.float0)

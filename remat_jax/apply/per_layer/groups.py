@@ -218,7 +218,7 @@ class RoundGroups:
         self.whole |= dict.fromkeys(range(start, end), (start, end))
         self.groups.setdefault((start, end), set()).add((block, group))
 
-    def like(self, index: int) -> Any:
+    def like(self, index: int) -> object:
         """A key that is equal for two iterations if they may share a segment.
 
         Then both iterations are in groups of equal length (0 without a group), and the groups inside them have the same calls.
@@ -240,7 +240,7 @@ class RoundGroups:
 
 
 def scan_of_groups(
-    one_round: Any, carry: list[Any], stacks: list[Any], length: int, apart: bool, options: dict[str, Any]
+    one_round: Callable[..., Any], carry: list[Any], stacks: list[Any], length: int, apart: bool, options: dict[str, Any]
 ) -> tuple[list[Any], list[Any]]:
     """Scan over groups of `length` iterations. Each group is a scan under a checkpoint.
 

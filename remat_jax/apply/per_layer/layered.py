@@ -225,7 +225,7 @@ class _Resolver:
         """Evaluate any other equation with blocks inside, such as a call, a branch or a `while` loop."""
         around = around.inside(looped=eqn.primitive.name == "while")
 
-        def inside(_: str, body: ClosedJaxpr) -> Any:
+        def inside(_: str, body: ClosedJaxpr) -> ClosedJaxpr:
             here = around if is_differentiated(eqn, body) else replace(around, idle=True)
             return retrace(body, lambda *args: self.run(body, args, at.copy(), here))
 
