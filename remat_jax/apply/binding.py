@@ -38,11 +38,9 @@ def run_jaxpr(
     Args:
       looped: True if forward and backward pass run in separate loops around the block; otherwise JAX is asked.
     """
-    if is_off(policy):
+    if is_off(policy) or (isinstance(policy, Marked) and compat.in_solver()):
         return list(compat.jaxpr_function(jaxpr)(*values))
     if isinstance(policy, Marked):
-        if compat.in_solver():
-            return list(compat.jaxpr_function(jaxpr)(*values))
         return bind_mark(Mark(jaxpr, policy, path, tuple(inputs), has_parameters), values)
     block = block_under_policy(jaxpr, policy, path, inputs)
     audit.saw(path, block, whole=has_parameters)

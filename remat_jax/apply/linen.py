@@ -85,7 +85,6 @@ def _interceptor(next_fun: Call, args: tuple[Any, ...], kwargs: dict[str, Any], 
     module, method = context.module, first_name(type(context.module), context.method_name, context.orig_method.func)
     if module.scope is None:
         return next_fun(*args, **kwargs)
-
     # Flax intercepts a decorated method (`@nn.remat`, `@nn.scan`) inside its decorators, so the block is inside them too.
     original = context.orig_method.func
     as_block = functools.partial(call, module, original, args, kwargs, method=method, intercepted=context.method_name)

@@ -111,14 +111,13 @@ def in_place(
     A `jit` or a scan may be around the region: the methods of NNX and Equinox modules may have several decorators.
     """
     run = functools.partial(run_jaxpr, path=path, policy=policy, audit=audit, has_parameters=has_parameters)
-    if not _has_effect(policy) or not _is_region(jaxpr):
-        return run(jaxpr, inputs=inputs, values=values, looped=looped)
-    if compat.checkpoints_stay():
+    if _has_effect(policy) and _is_region(jaxpr):
+        if not compat.checkpoints_stay():
+            scope.record().replaced += 1
+            return _inside(jaxpr, inputs, values, looped, run)
         warn(KEPT)
         scope.record().kept += 1
-        return run(jaxpr, inputs=inputs, values=values, looped=looped)
-    scope.record().replaced += 1
-    return _inside(jaxpr, inputs, values, looped, run)
+    return run(jaxpr, inputs=inputs, values=values, looped=looped)
 
 
 def _inside(
