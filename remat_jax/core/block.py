@@ -348,11 +348,11 @@ def is_live(tangent: jax.Array | SymbolicZero) -> bool:
     return not isinstance(tangent, SymbolicZero) and jnp.result_type(tangent) != jax.dtypes.float0
 
 
-def is_smooth(out: jax.Array | jax.core.ShapedArray) -> bool:
+def is_smooth(out: Any) -> bool:
     """Whether a value has a derivative; integers, booleans and RNG keys have none."""
     return bool(jnp.issubdtype(out.dtype, jnp.inexact))
 
 
-def zero_tangent(out: jax.Array | jax.core.ShapedArray) -> jax.Array | np.ndarray[Any, Any]:
+def zero_tangent(out: jax.Array) -> jax.Array | np.ndarray[Any, Any]:
     """The zero tangent of `out`; its dtype is float0 if `out` has no derivative."""
     return jnp.zeros(out.shape, out.dtype) if is_smooth(out) else np.zeros(out.shape, jax.dtypes.float0)

@@ -35,7 +35,7 @@ class Reading:
       name: the array's residual name in the first block whose policy offloads the array; empty if no policy does.
     """
 
-    aval: jax.core.ShapedArray
+    aval: Any
     blocks: int = 0
     in_every_round: bool = False
     name: str = ""

@@ -148,7 +148,7 @@ def _run_linked(run: Block, taken: _Taken, handed: Sequence[_Handed], size: int,
 class _Handed:
     """An array that a block leaves on the host: its type, and its index among the block's inputs (None if it is no input)."""
 
-    aval: jax.core.ShapedArray
+    aval: Any
     place: int | None
 
 

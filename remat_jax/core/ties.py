@@ -92,12 +92,12 @@ def bind_linear(
     return dict(zip(smooth, results, strict=False)), list(results[len(smooth) :])
 
 
-def host_zeros(aval: jax.core.ShapedArray) -> jax.Array:
+def host_zeros(aval: Any) -> jax.Array:
     """Zeros of the type `aval`, in host memory."""
     return jax.device_put(jnp.zeros(aval.shape, aval.dtype), jax.memory.Space.Host)
 
 
-def ghost(aval: jax.core.ShapedArray) -> jax.Array:
+def ghost(aval: Any) -> jax.Array:
     """Zeros of the shape and dtype of `aval`, in device memory. Nothing reads them, so the compiler drops them."""
     return jnp.zeros(aval.shape, aval.dtype)
 
