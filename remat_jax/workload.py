@@ -12,8 +12,9 @@ import jax
 from flax import nnx
 
 from remat_jax.apply import nnx as nnx_blocks
-from remat_jax.apply.blocks import AS_WRITTEN, OwnCheckpoints, under_policies
+from remat_jax.apply.blocks import AS_WRITTEN, OwnCheckpoints
 from remat_jax.apply.donation import donated
+from remat_jax.apply.effect import under_policies
 from remat_jax.apply.find_blocks import FoundBlocks, find_blocks, find_blocks_of_step, trained_shapes
 from remat_jax.apply.finished_step import of_arrays
 from remat_jax.apply.inner_loss import InnerLoss, LossInside
@@ -302,8 +303,7 @@ class Workload:
         return with_module_names(fn, self._blocks or ())
 
     def _policies(self, policy: Any) -> BlockPolicies:
-        by_block = policy if isinstance(policy, dict) else dict.fromkeys(self.blocks, as_block_policy(policy))
-        return self.own.policies(by_block)
+        return self.own.policies(policy if isinstance(policy, dict) else dict.fromkeys(self.blocks, policy))
 
     def inner_loss(self, policies: BlockPolicies | None) -> InnerLoss:
         """The loss that a finished step differentiates, under `policies`; None leaves the model as written.

@@ -12,15 +12,14 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from remat_jax import compat
-from remat_jax.apply.calls import is_listening
-from remat_jax.apply.effect import Effect, call_signature, run_under
+from remat_jax.apply.effect import call_signature, checked_function, under_policies
 from remat_jax.apply.find_blocks import find_blocks_of_call
 from remat_jax.apply.own_checkpoints import check_choice
 from remat_jax.apply.scope import BlockPolicies, Record, checked_block
 from remat_jax.core.marks import Block
 from remat_jax.core.walk import checkpoints_around_blocks
 from remat_jax.errors import ArgumentError, BlockError, RematError
-from remat_jax.policy import as_block_policy
+from remat_jax.policy import JaxPolicy, LayerPolicies, Policy, as_block_policy
 from remat_jax.warning import silenced
 
 P = ParamSpec("P")
@@ -89,11 +88,11 @@ def checkpoint_blocks(
     return _under_policy(fn, as_block_policy(policies), keeps)
 
 
-def _under_policy(fn: Callable[P, R], policy: Any, keeps: bool) -> Callable[P, R]:
+def _under_policy(fn: Callable[P, R], policy: Policy | JaxPolicy | LayerPolicies, keeps: bool) -> Callable[P, R]:
     """`checkpoint_blocks` with a checked policy of the blocks that are found in each call of a new signature."""
     known: dict[Hashable, Callable[P, R]] = {}
 
-    @functools.wraps(_checked(fn))
+    @functools.wraps(checked_function(fn))
     def with_policy(*args: P.args, **kwargs: P.kwargs) -> R:
         # An integer may choose between models.
         integers = tuple(leaf for leaf in jax.tree.leaves((args, kwargs)) if type(leaf) is int)
@@ -111,7 +110,7 @@ def _under_policy(fn: Callable[P, R], policy: Any, keeps: bool) -> Callable[P, R
     return with_policy
 
 
-def _may_be_policy(value: Any) -> bool:
+def _may_be_policy(value: object) -> bool:
     """Whether `value` may be one policy; False for collections and blocks, for which a mapping is expected."""
     if isinstance(value, str):
         return True
@@ -119,28 +118,6 @@ def _may_be_policy(value: Any) -> bool:
         return not isinstance(value, type | Collection) and checked_block(value) is None
     except ArgumentError:
         return True
-
-
-def _checked(fn: Callable[P, R]) -> Callable[P, R]:
-    if not callable(fn):
-        raise ArgumentError(f"fn={fn!r}: expected a function that runs the model")
-    return fn
-
-
-def under_policies(fn: Callable[P, R], checked: BlockPolicies, tell: Callable[[Record], None] | None = None) -> Callable[P, R]:
-    """`checkpoint_blocks` with checked policies; `tell` is called with the record of each call."""
-    effect = Effect(_checked(fn), checked)
-
-    @functools.wraps(fn)
-    def with_policies(*args: P.args, **kwargs: P.kwargs) -> R:
-        outputs, record = run_under(checked, fn, args, kwargs)
-        if not is_listening():  # blocks are being looked for, and every call is let through
-            effect.check(record, args, kwargs)
-        if tell is not None:
-            tell(record)
-        return outputs
-
-    return with_policies
 
 
 def replaced_text(replaced: int) -> str:

@@ -46,7 +46,7 @@ def listening(listener: Callable[[Any, str], AbstractContextManager[Any]]) -> Ab
     return compat.setting(_listener, listener)
 
 
-def heard(block: Any, path: str) -> AbstractContextManager[Any]:
+def heard(block: object, path: str) -> AbstractContextManager[Any]:
     """The listener's context for a call of a module's class, or of a marked function, at `path`."""
     listener = _listener.get()
     return nullcontext() if listener is None else listener(block, path)
@@ -57,12 +57,12 @@ def is_listening() -> bool:
     return _listener.get() is not None
 
 
-def is_inside(block: Any, method: str = CALL) -> bool:
+def is_inside(block: object, method: str = CALL) -> bool:
     """Whether this method of a module, or this function, is being traced under its policy."""
     return any(method == of_running and _is_same(block, running) for running, of_running in _inside.get())
 
 
-def entered(block: Any, method: str = CALL) -> AbstractContextManager[None]:
+def entered(block: object, method: str = CALL) -> AbstractContextManager[None]:
     """Inside this context the method is being traced under its policy, so a call of it is not checkpointed again."""
     return compat.setting(_inside, (*_inside.get(), (block, method)))
 
@@ -75,7 +75,7 @@ def _is_same(block: Any, running: Any) -> bool:
 
 
 def run_module(
-    module: Any, path: str, plain: Callable[[], Any], as_block: Callable[[Any, Audit], Any], method: str = CALL
+    module: object, path: str, plain: Callable[[], Any], as_block: Callable[[Any, Audit], Any], method: str = CALL
 ) -> Any:
     """A call of `module` at `path`: `as_block(policy, audit)` if an active policy selects the method, else `plain()`."""
     policies = scope.active()
@@ -118,7 +118,7 @@ def _dispatching(method: str, path_of: Callable[[Any], str], call: Call, origina
         def as_block(policy: Any, audit: Audit) -> Any:
             # A module that is called inside another one runs in a scope already.
             with nullcontext() if in_named_part() else scope_of(block_path(path, name)):
-                return call(self, original, policy, args, kwargs, audit, method=name)
+                return call(self, original, args, kwargs, policy, audit, method=name)
 
         return run_module(self, path, lambda: original(self, *args, **kwargs), as_block, name)
 
@@ -140,7 +140,7 @@ class _PartPaths:
         self._parts, self._parts_in, self._shapes = parts, parts_in, shapes
         self._paths = ByIdentity((part, path) for path, part in parts)
 
-    def find(self, module: Any, running: str, *, copies: bool) -> str | None:
+    def find(self, module: object, running: str, *, copies: bool) -> str | None:
         """The path of a part or, with `copies`, of a copy of a part; None for any other module.
 
         `running` is the path of the part that calls `module`; empty for the block.
@@ -228,18 +228,18 @@ class _Patch:
       users: the number of contexts that have wrapped the class.
     """
 
-    def __init__(self, cls: Any, method: str) -> None:
+    def __init__(self, cls: type, method: str) -> None:
         before, self.own, self.users = getattr(cls, method), vars(cls).get(method), 0
 
         @functools.wraps(before)
-        def inherited(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def inherited(module: Any, /, *args: Any, **kwargs: Any) -> Any:
             # Looked up at each call, because the base class may be patched later.
             return getattr(super(cls, module), method)(*args, **kwargs)
 
         self.original = original = inherited if self.own is None else before
 
         @functools.wraps(before)
-        def look_up(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def look_up(module: Any, /, *args: Any, **kwargs: Any) -> Any:
             return _wrapped.get().get((cls, method), original)(module, *args, **kwargs)
 
         # The undecorated function: Equinox warns of a method whose `__wrapped__` has arrays, as its own decorators do.
@@ -248,7 +248,7 @@ class _Patch:
 
 
 @contextmanager
-def _one_patched(cls: Any, method: str) -> Iterator[Call]:
+def _one_patched(cls: type, method: str) -> Iterator[Call]:
     with _patch_lock:
         if (cls, method) not in _patches:
             _patches[cls, method] = _Patch(cls, method)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,7 @@ def replaced(arguments: Sequence[Any], results: Any) -> tuple[int, ...]:
     )
 
 
-def _parts_like(results: Any, signatures: set[Any]) -> Iterator[Any]:
+def _parts_like(results: Any, signatures: set[Hashable]) -> Iterator[Hashable]:
     """The signatures of the largest parts of `results` that are among `signatures`."""
     if (signature := _signature(results)) in signatures:
         yield signature
@@ -101,6 +101,6 @@ def _parts_like(results: Any, signatures: set[Any]) -> Iterator[Any]:
             yield from _parts_like(part, signatures)
 
 
-def _signature(tree: Any) -> Any:
+def _signature(tree: Any) -> Hashable:
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, tuple((getattr(leaf, "shape", None), str(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves)

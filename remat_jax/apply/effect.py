@@ -1,4 +1,4 @@
-"""Checks that the policies of a call reached their blocks and had an effect, even if JAX reused cached traces."""
+"""Runs functions under policies, and checks that these reached their blocks and had an effect, even if JAX reused traces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from flax.errors import TraceContextError
@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr
 
 from remat_jax import compat
 from remat_jax.apply import gradients, haiku, linen, nnx, pytrees, scope
+from remat_jax.apply.calls import is_listening
 from remat_jax.apply.nnx_state import Objects, is_node
 from remat_jax.apply.per_layer import kept_programs
 from remat_jax.apply.region import traced
@@ -22,8 +23,10 @@ from remat_jax.apply.replan import with_marked_parts
 from remat_jax.apply.scope import BlockPolicies, Record
 from remat_jax.core.marks import PARTS, Block
 from remat_jax.core.walk import bodies, equations
-from remat_jax.errors import BlockError, RematError, UnsupportedError
+from remat_jax.errors import ArgumentError, BlockError, RematError, UnsupportedError
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Function = Callable[..., Any]
 
 # (policies, code, signature) of each function whose policies had an effect in a trial trace. A function that is created again
@@ -34,6 +37,29 @@ _MOST_PROVEN = 4096
 _differentiated_before: weakref.WeakKeyDictionary[Function, dict[Hashable, frozenset[Block]]] = weakref.WeakKeyDictionary()
 # For each set of policies: the blocks that its calls have reached. Used for functions that cannot be traced.
 _ever_reached: dict[BlockPolicies, set[Block]] = {}
+
+
+def under_policies(fn: Callable[P, R], policies: BlockPolicies, tell: Callable[[Record], None] | None = None) -> Callable[P, R]:
+    """`checkpoint_blocks` with checked policies; `tell` is called with the record of each call."""
+    effect = Effect(checked_function(fn), policies)
+
+    @functools.wraps(fn)
+    def with_policies(*args: P.args, **kwargs: P.kwargs) -> R:
+        outputs, record = run_under(policies, fn, args, kwargs)
+        if not is_listening():  # blocks are being looked for, and every call is let through
+            effect.check(record, args, kwargs)
+        if tell is not None:
+            tell(record)
+        return outputs
+
+    return with_policies
+
+
+def checked_function(fn: Callable[P, R]) -> Callable[P, R]:
+    """`fn`, if it is a function."""
+    if not callable(fn):
+        raise ArgumentError(f"fn={fn!r}: expected a function that runs the model")
+    return fn
 
 
 def run_under(policies: BlockPolicies, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Record]:
@@ -92,7 +118,7 @@ def _by_layer(
 
     def differentiated(function: Function, has_aux: bool) -> Function:
         @functools.wraps(function)
-        def under_policies(*args: Any, **kwargs: Any) -> Any:
+        def with_layers(*args: Any, **kwargs: Any) -> Any:
             scope_name = gradients.new_scope()
             with gradients.inside_gradient():
                 outputs, reached, jaxpr = evaluated(function, args, kwargs, scope_name)
@@ -100,7 +126,7 @@ def _by_layer(
             gradients.note(jaxpr, outputs[0] if has_aux else outputs, scope_name)
             return outputs
 
-        return under_policies
+        return with_layers
 
     def with_marks(*args: Any, **kwargs: Any) -> Any:
         with compat.changing_differentiated(differentiated):

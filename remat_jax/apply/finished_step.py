@@ -167,7 +167,7 @@ def arrays_of(args: tuple[Any, ...]) -> tuple[OrderedDict[str, Any], ...]:
     return tuple(parts)
 
 
-def _text(path: Any) -> str:
+def _text(path: jax.tree_util.KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 

@@ -29,7 +29,7 @@ class Gradient:
       where: why its arrays are not those of the whole step; empty if they are.
     """
 
-    jaxpr: Any
+    jaxpr: ClosedJaxpr
     frozen: Types
     trained: Types
     outputs: int

@@ -6,14 +6,14 @@ is written back. Haiku is used only if the user has imported it.
 
 from __future__ import annotations
 
+import functools
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from remat_jax.apply.audit import Audit
-from remat_jax.apply.calls import entered, run_module
+from remat_jax.apply.calls import Call, entered, run_module
 from remat_jax.apply.methods import block_path, first_name
-from remat_jax.apply.region import RegionPolicy, run_block
+from remat_jax.apply.region import run_block
 
 
 def is_haiku(cls: type) -> bool:
@@ -30,17 +30,15 @@ def intercepting() -> AbstractContextManager[None]:
     return context
 
 
-def _interceptor(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+def _interceptor(next_fun: Call, args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
     module, method = context.module, first_name(type(context.module), context.method_name)
     path = getattr(module, "module_name", None)
     if path is None:  # the module is being made
         return next_fun(*args, **kwargs)
 
-    def as_block(policy: RegionPolicy, audit: Audit) -> Any:
-        def run(_: None, *args: Any, **kwargs: Any) -> Any:
-            with entered(module, method):
-                return next_fun(*args, **kwargs)
+    def run(_: None, /, *args: Any, **kwargs: Any) -> Any:
+        with entered(module, method):
+            return next_fun(*args, **kwargs)
 
-        return run_block(run, policy, block_path(path, method), None, args, kwargs, audit)
-
+    as_block = functools.partial(run_block, run, block_path(path, method), None, args, kwargs)
     return run_module(module, path, lambda: next_fun(*args, **kwargs), as_block, method)

@@ -38,14 +38,14 @@ class InnerLoss:
       rounds: how often a step runs it: the product of the trip counts of the scans around the gradient.
     """
 
-    jaxpr: Any
+    jaxpr: ClosedJaxpr
     blocks: frozenset[Block]
     frozen: Types
     trained: Types
     outputs: int
     rounds: int
 
-    def __call__(self, trained: Sequence[Any], frozen: Sequence[Any]) -> Any:
+    def __call__(self, trained: Sequence[Any], frozen: Sequence[Any]) -> jax.Array:
         """The loss under the policies; the sum of all outputs if the step differentiates more than a scalar."""
         outputs, _ = layered.evaluate(self.jaxpr, [*frozen, *trained], self.blocks, Audit())
         smooth = [out for out in outputs[: self.outputs] if is_smooth(out)]
@@ -123,11 +123,11 @@ def _checked_gradients(
 
 def gradients_of(
     step: Callable[..., Any], arguments: tuple[Any, ...], policies: BlockPolicies
-) -> tuple[list[Gradient], Any, Record]:
+) -> tuple[list[Gradient], ClosedJaxpr, Record]:
     """The gradients that a step takes under `policies` that wait, in order, with marks for the blocks; the step; the record."""
     records: list[Record] = []
 
-    def run(*args: Any) -> Any:
+    def run(*args: Any) -> list[Any]:
         outputs, record = run_under(policies, step, args, {})
         records.append(record)
         return [leaf for leaf in jax.tree.leaves(outputs) if compat.is_operand(leaf)]

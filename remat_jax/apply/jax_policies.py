@@ -11,7 +11,7 @@ from remat_jax.errors import PolicyError
 from remat_jax.policy import Action, Candidate, JaxPolicy, Policy, as_policy
 
 
-def jax_policy(policy: Any) -> JaxPolicy:
+def jax_policy(policy: Policy | str | JaxPolicy) -> JaxPolicy:
     """`policy` as a callable that `jax.checkpoint(f, policy=…)` and `nn.remat(Module, policy=…)` take.
 
     Residuals in such a checkpoint have no automatic names. So only these selectors work: `@dots`, `@dots_with_no_batch_dims`,
@@ -50,7 +50,7 @@ class _JaxPolicy:
 
     policy: Policy
 
-    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> object:
         action = self.policy.action(_candidate(primitive, avals, params))
         return compat.OFFLOAD if action is Action.OFFLOAD else action is Action.SAVE
 
@@ -58,7 +58,7 @@ class _JaxPolicy:
         return f"jax_policy({str(self.policy)!r})"
 
 
-def _candidate(primitive: Any, avals: Any, params: dict[str, Any]) -> Candidate:
+def _candidate(primitive: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> Candidate:
     name = primitive.name
     if name == "name":
         return Candidate(params["name"], "name", user_named=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,17 +14,18 @@ from flax.linen.transforms import lift_direct_transform
 
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
+from remat_jax.apply.binding import RegionPolicy
 from remat_jax.apply.calls import Call, entered, run_module
 from remat_jax.apply.methods import CALL, block_path, first_name
-from remat_jax.apply.region import RegionPolicy, run_block
+from remat_jax.apply.region import run_block
 
 
 def call(
     module: nn.Module,
     original: Call,
-    policy: RegionPolicy,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    policy: RegionPolicy,
     audit: Audit,
     *,
     method: str = CALL,
@@ -37,12 +39,13 @@ def call(
     Args:
       intercepted: Flax's name of the method, if Flax has intercepted this call and captures its outputs.
     """
+    original, path = compat.linen_method(original), block_path(_path(module), method)
 
-    def body(clone: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def body(clone: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         with entered(clone, method), compat.not_captured(clone, intercepted) if intercepted else nullcontext():
             return original(clone, *args, **kwargs)
 
-    return _lift(body, module, policy, args, kwargs, audit, method)
+    return _lift(body, module, args, kwargs, functools.partial(run_block, path=path, policy=policy, audit=audit))
 
 
 def call_together(modules: Sequence[nn.Module], run: Callable[..., Any], policy: RegionPolicy, x: Any, audit: Audit) -> Any:
@@ -51,46 +54,40 @@ def call_together(modules: Sequence[nn.Module], run: Callable[..., Any], policy:
     def segment(first: nn.Module, others: tuple[nn.Module, ...], x: Any) -> Any:
         return run((first, *others), x)
 
-    return _lift(segment, modules[0], policy, (tuple(modules[1:]), x), {}, audit)
+    run_segment = functools.partial(run_block, path=_path(modules[0]), policy=policy, audit=audit)
+    return _lift(segment, modules[0], (tuple(modules[1:]), x), {}, run_segment)
 
 
-def _lift(
-    body: Callable[..., Any],
-    module: nn.Module,
-    policy: RegionPolicy,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    audit: Audit,
-    method: str = CALL,
-) -> Any:
-    path = block_path("/".join(module.path) or type(module).__name__, method)
+def _path(module: nn.Module) -> str:
+    return "/".join(module.path) or type(module).__name__
 
-    def transform(function: Callable[..., Any], scopes: Any, *args: Any, **kwargs: Any) -> Any:
-        def inner(scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-            def pure(groups: Any, *args: Any, **kwargs: Any) -> Any:
+
+def _lift(body: Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Call) -> Any:
+    """`body(module, *args, **kwargs)`; `run`, `run_block` with the block's policy, runs it as a function of its variables."""
+
+    def transform(function: Callable[..., Any], scopes: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def inner(scope_fn: Call, repack: Call, variables: Any, rngs: Any, /, *args: Any, **kwargs: Any) -> Any:
+            def pure(groups: Any, /, *args: Any, **kwargs: Any) -> Any:
                 lifted_scope = scope_fn(*groups)
                 outputs = function(lifted_scope, *args, **kwargs)
                 return outputs, repack(lifted_scope)
 
             has_parameters = bool(jax.tree.leaves(variables))
-            return run_block(pure, policy, path, (variables, rngs), args, kwargs, audit, has_parameters=has_parameters)
+            return run(pure, parameters=(variables, rngs), args=args, kwargs=kwargs, has_parameters=has_parameters)
 
         return lift.pack(inner, (True,), (True,), (True,), name="remat", enable_kwargs=True)(scopes, *args, **kwargs)
 
     return lift_direct_transform(transform, (body,), module, *args, **kwargs)
 
 
-def _interceptor(next_fun: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+def _interceptor(next_fun: Call, args: tuple[Any, ...], kwargs: dict[str, Any], context: nn.module.InterceptorContext) -> Any:
     # Flax has the name of the function, which the class may call otherwise (`__call__ = forward`).
     module, method = context.module, first_name(type(context.module), context.method_name, context.orig_method.func)
     if module.scope is None:
         return next_fun(*args, **kwargs)
-
-    def as_block(policy: RegionPolicy, audit: Audit) -> Any:
-        # Flax intercepts a decorated method (`@nn.remat`, `@nn.scan`) inside its decorators, so the block is inside them too.
-        original = compat.method_inside_decorators(context)
-        return call(module, original, policy, args, kwargs, audit, method=method, intercepted=context.method_name)
-
+    # Flax intercepts a decorated method (`@nn.remat`, `@nn.scan`) inside its decorators, so the block is inside them too.
+    original = context.orig_method.func
+    as_block = functools.partial(call, module, original, args, kwargs, method=method, intercepted=context.method_name)
     return run_module(module, "/".join(module.path), lambda: next_fun(*args, **kwargs), as_block, method)
 
 

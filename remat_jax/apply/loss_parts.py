@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from remat_jax import compat
 from remat_jax.core import is_smooth
@@ -162,7 +162,7 @@ class TracedLoss:
         """Add the bytes of residuals inside the calls; return the bytes of all residuals."""
         places = [place for place in trained if is_smooth(jaxpr.in_avals[place])]
 
-        def pullback(*values: Any) -> Any:
+        def pullback(*values: Any) -> Callable[..., Any]:
             def of_trained(*some: Any) -> list[Any]:
                 outputs = compat.jaxpr_function(jaxpr)(*filled(values, places, some))
                 return [out for out in outputs if is_smooth(jax.typeof(out))]
@@ -217,7 +217,7 @@ class TracedLoss:
         maker = makers_of(jaxpr).get(var)
         chain = self._counted((*outer, *compat.scopes(maker))) if maker is not None else ()
         inside = set(chain)
-        around: Any = None
+        around: tuple[Jaxpr, Var] | None = None
         for jaxpr, var, outer in trail:
             if around is not None and around[0] is not jaxpr and _leaves(jaxpr, var, makers_of(around[0])[around[1]]):
                 inside &= set(outer)
@@ -231,7 +231,7 @@ class TracedLoss:
         """The names of the calls among scopes that are in the loss, the outermost first. A derivative rule may have others."""
         return tuple(name for name in self._calls.around(scopes) if name in self._rounds)
 
-    def _readers_of(self, jaxpr: Any) -> dict[Any, list[Any]]:
+    def _readers_of(self, jaxpr: Jaxpr) -> dict[Var, list[JaxprEqn]]:
         """Variable → the equations of the open `jaxpr` that read it."""
         if jaxpr not in self._readers:
             readers = self._readers[jaxpr] = defaultdict(list)
@@ -257,7 +257,7 @@ def _inside(
     return rounds, chain, kept | inner | {*body.jaxpr.constvars}
 
 
-def _leaves(body: Jaxpr, var: Any, eqn: JaxprEqn) -> bool:
+def _leaves(body: Jaxpr, var: Var, eqn: JaxprEqn) -> bool:
     """Whether `var` is a result of `body`, the body of `eqn`, and not only an array for the backward pass."""
     if eqn.primitive.name == "scan":
         return var in body.outvars[: compat.scan_layout(eqn)[1]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +33,13 @@ class Method:
 _methods: weakref.WeakKeyDictionary[Any, tuple[weakref.WeakSet[type], str]] = weakref.WeakKeyDictionary()
 
 
-def method_of(block: Any) -> Method | None:
+def method_of(block: object) -> Method | None:
     """The method that `checked_method` found for `block`; None for every other block."""
     known = _methods.get(block) if callable(block) and not isinstance(block, type) and is_hashable(block) else None
     return None if known is None else Method(tuple(known[0]), known[1])
 
 
-def checked_method(block: Any, argument: str) -> bool:
+def checked_method(block: object, argument: str) -> bool:
     """Whether `block` is a method of a class. Its `Method` is remembered.
 
     Raises:
@@ -71,7 +71,7 @@ def checked_method(block: Any, argument: str) -> bool:
 _INSTEAD = "Name a method that instances run, such as Layer.encode, or a class, whose __call__ is then the block."
 
 
-def is_hashable(value: Any) -> bool:
+def is_hashable(value: object) -> bool:
     """Whether `value` can be a key."""
     try:
         hash(value)
@@ -80,7 +80,7 @@ def is_hashable(value: Any) -> bool:
     return True
 
 
-def _name_in_its_class(block: Any) -> Any:
+def _name_in_its_class(block: object) -> str | None:
     """The name under which a loaded class has `block`: that of the function, or another (`__call__ = forward`)."""
     name = getattr(block, "__name__", None) or getattr(getattr(block, "fget", None), "__name__", None)
     if not callable(block) or any(_has(cls, str(name), block) for cls in subclasses(object)):
@@ -88,7 +88,7 @@ def _name_in_its_class(block: Any) -> Any:
     return next((name for cls in subclasses(object) for name, value in list(vars(cls).items()) if value is block), name)
 
 
-def _has(cls: type, name: str, function: Any) -> bool:
+def _has(cls: type, name: str, function: object) -> bool:
     own = vars(cls).get(name)
     if own is None or own is function or not hasattr(own, "__get__") or isinstance(own, property):
         return own is not None and own is function
@@ -107,7 +107,7 @@ def block_path(path: str, method: str) -> str:
     return path if method == CALL else f"{path}.{method}"
 
 
-def names_of(cls: type, function: Any) -> list[str]:
+def names_of(cls: type, function: Callable[..., Any]) -> list[str]:
     """The names that a class has for a function, `__call__` first. Decorators that use `functools.wraps` do not count."""
     wanted = inspect.unwrap(function)
     attributes = (item for base in cls.__mro__ for item in list(vars(base).items()))
@@ -116,7 +116,7 @@ def names_of(cls: type, function: Any) -> list[str]:
     return [*same] if CALL not in same else [CALL, *(name for name in same if name != CALL)]
 
 
-def first_name(cls: type, method: str, function: Any = None) -> str:
+def first_name(cls: type, method: str, function: Callable[..., Any] | None = None) -> str:
     """The first of the names that a class has for its `method`; `function`, if the class may have no such name."""
     function = getattr(cls, method, None) if function is None else function
     return method if method == CALL or function is None else next(iter(names_of(cls, function)), method)
@@ -135,7 +135,7 @@ def with_own_method(cls: Any, method: str = CALL) -> Iterator[type]:
         yield from with_own_method(subclass, method)
 
 
-def classes_and_methods(blocks: Iterable[Any]) -> Iterator[tuple[type, str]]:
+def classes_and_methods(blocks: Iterable[object]) -> Iterator[tuple[type, str]]:
     """The classes among `blocks` with their `__call__`, and the methods with their classes, under each of their names."""
     for block in blocks:
         method = method_of(block)

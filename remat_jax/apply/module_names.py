@@ -51,7 +51,7 @@ def _outermost(library: Any, method: str, original: Call) -> Call:
     """`original`, a `method` of modules of a `library` (its file here); outside any other module it runs in a named scope."""
 
     @functools.wraps(original)
-    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(module: object, /, *args: Any, **kwargs: Any) -> Any:
         if in_named_part():
             return original(module, *args, **kwargs)
         scope = jax.named_scope(block_path(library.path_of(module), method))

@@ -17,10 +17,11 @@ from flax import nnx
 
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
+from remat_jax.apply.binding import RegionPolicy
 from remat_jax.apply.calls import Call, entered, intercepted, named_scopes
 from remat_jax.apply.methods import CALL, block_path, classes_and_methods, with_own_method
 from remat_jax.apply.nnx_state import nodes_in
-from remat_jax.apply.region import RegionPolicy, run_block
+from remat_jax.apply.region import run_block
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.identity import ByIdentity
 
@@ -29,11 +30,11 @@ _paths: ContextVar[ByIdentity[str]] = ContextVar("paths", default=ByIdentity()) 
 
 
 def call(
-    module: Any,
+    module: nnx.Pytree,
     original: Call,
-    policy: RegionPolicy,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    policy: RegionPolicy,
     audit: Audit,
     path: str = "",
     method: str = CALL,
@@ -45,17 +46,17 @@ def call(
     """
     path = path or path_of(module)
 
-    def run(inner: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(inner: nnx.Pytree, /, *args: Any, **kwargs: Any) -> Any:
         parts = [part for part in parts_in(inner) if part[0]]
         with entered(inner, method), known_paths(inner, path), named_scopes(parts, parts_in, shapes):
             return original(inner, *args, **kwargs)
 
-    return run_block(run, policy, block_path(path, method), module, args, kwargs, audit)
+    return run_block(run, block_path(path, method), module, args, kwargs, policy, audit)
 
 
 def call_together(modules: Sequence[nnx.Module], run: Callable[..., Any], policy: RegionPolicy, x: Any, audit: Audit) -> Any:
     """`run(modules, x)` of several modules as one checkpointed block."""
-    return call(nnx.List(modules), lambda together, x: run(list(together), x), policy, (x,), {}, audit, path_of(modules[0]))
+    return call(nnx.List(modules), lambda together, x: run(list(together), x), (x,), {}, policy, audit, path_of(modules[0]))
 
 
 def path_of(module: nnx.Module) -> str:

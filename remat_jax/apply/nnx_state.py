@@ -30,7 +30,7 @@ Call = Callable[..., Any]
 graphlib = nnx.graphlib
 
 
-def is_node(value: Any) -> bool:
+def is_node(value: object) -> bool:
     """Whether `value` is an NNX object. Arrays and plain containers are not."""
     return isinstance(value, nnx.Variable) or (not isinstance(value, dict | list | tuple) and graphlib.is_graph_node(value))
 
@@ -53,12 +53,12 @@ def as_pure_function(function: Call, args: tuple[Any, ...], kwargs: dict[str, An
     objects = Objects([flat[place] for place in places])
     state, arguments = objects.leaves, [None if is_node(leaf) else leaf for leaf in flat]
 
-    def pure(state: Any, *arguments: Any) -> Any:
+    def pure(state: Sequence[Any], *arguments: Any) -> tuple[list[Any], Changes]:
         copies = NodeCopies(objects, state)
         positional, named = jax.tree.unflatten(treedef, filled(arguments, places, copies.nodes))
         return copies.changes(function(*positional, **named), jax.tree.leaves((state, arguments)))
 
-    def write(returned: Any) -> Any:
+    def write(returned: tuple[list[Any], Changes]) -> Any:
         arrays, changes = returned
         return changes.write(objects, jax.tree.leaves((state, tuple(arguments))), arrays)
 
@@ -144,7 +144,7 @@ class _Input:
 
 @dataclass(frozen=True)
 class _Constant:
-    value: Any
+    value: object
 
 
 _OUTPUT = object()
@@ -164,9 +164,9 @@ class Changes:
 
     targets: tuple[tuple[int, str], ...]
     deleted: tuple[tuple[int, str], ...]
-    outer: Any
-    graphdef: Any
-    inner: Any
+    outer: jax.tree_util.PyTreeDef
+    graphdef: nnx.GraphDef[Any]
+    inner: jax.tree_util.PyTreeDef
     sources: tuple[Any, ...]
 
     def write(self, objects: Objects, inputs: Sequence[Any], arrays: Iterable[Any]) -> Any:
@@ -193,14 +193,14 @@ class Changes:
         return outputs
 
 
-def _parts(node: Any) -> dict[str, Any]:
+def _parts(node: object) -> dict[str, Any]:
     """All that a call can change in an NNX object."""
     if isinstance(node, nnx.Variable):
         return {"value": node.get_raw_value(), "metadata": node.get_metadata()}
     return dict(vars(node)) if isinstance(node, nnx.Pytree) else {}
 
 
-def _set(node: Any, name: str, value: Any) -> None:
+def _set(node: object, name: str, value: object) -> None:
     _writable(node)
     if isinstance(node, nnx.Variable):
         node.set_raw_value(value) if name == "value" else node.set_metadata(value)
@@ -217,7 +217,7 @@ def _set(node: Any, name: str, value: Any) -> None:
         object.__setattr__(node, name, value)
 
 
-def _writable(node: Any) -> None:
+def _writable(node: object) -> None:
     """Raise Flax's TraceContextError if the object belongs to another level of tracing."""
     if isinstance(node, nnx.Pytree):
         node._check_valid_context(lambda: f"Cannot mutate '{type(node).__name__}' from different trace level")
@@ -266,7 +266,7 @@ def _python_objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[t
                     yield f"{type(node).__name__}.{name}", value
 
 
-def _is_python_object(value: Any) -> bool:
+def _is_python_object(value: object) -> bool:
     # Functions and classes have attributes, too, but they are no place for arrays.
     is_other = is_node(value) or compat.is_array(value) or isinstance(value, type | ModuleType) or inspect.isroutine(value)
     return not is_other and isinstance(getattr(value, "__dict__", None), dict)
@@ -289,7 +289,7 @@ def _copy(value: Any, copied: dict[int, tuple[Any, Any]]) -> Any:
     return tuple(_copy(item, copied) for item in value) if type(value) is tuple else value
 
 
-def _snapshot(node: Any) -> dict[str, Any]:
+def _snapshot(node: object) -> dict[str, Any]:
     """The parts of an object now, to compare with later."""
     copied: dict[int, tuple[Any, Any]] = {}
     return {name: _flags(value) or _copy(value, copied) for name, value in _parts(node).items()}
@@ -307,12 +307,12 @@ def _is_same(before: Any, value: Any) -> bool:
     return before is value if flags is None else bool(before == flags)
 
 
-def _flags(value: Any) -> Any:
+def _flags(value: object) -> jax.tree_util.PyTreeDef | None:
     """The flags in Flax's own part of a module, which also holds the level of tracing; None for any other value."""
     return jax.tree.structure(value) if isinstance(value, PytreeState) else None
 
 
-def _refuse_traced_metadata(graphdef: Any) -> None:
+def _refuse_traced_metadata(graphdef: nnx.GraphDef[Any]) -> None:
     for definition in graphdef.nodes:
         if isinstance(definition, graphlib.VariableDef):
             traced = [name for name, value in definition.metadata.items() if any(map(compat.is_traced, jax.tree.leaves(value)))]

@@ -13,6 +13,7 @@ A region that is the whole block (`@nnx.remat` on `__call__`) is replaced too (`
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,6 +23,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.apply import scope
+from remat_jax.apply.audit import Audit
+from remat_jax.apply.binding import RegionPolicy, run_jaxpr
 from remat_jax.core.block import is_smooth
 from remat_jax.core.marks import Marked, mark_of
 from remat_jax.core.walk import bodies, equations, interpret, rebind, retrace
@@ -37,7 +40,7 @@ KEPT = (
 )
 
 
-def check_choice(own_checkpoints: Any) -> bool:
+def check_choice(own_checkpoints: object) -> bool:
     """Whether the model's own checkpoints are kept.
 
     Raises:
@@ -54,13 +57,13 @@ def check_choice(own_checkpoints: Any) -> bool:
     return bool(own_checkpoints == "keep")
 
 
-_regions: ContextVar[list[Any] | None] = ContextVar("regions", default=None)
+_regions: ContextVar[list[ClosedJaxpr] | None] = ContextVar("regions", default=None)
 
 
 @contextmanager
-def noting_regions() -> Iterator[list[Any]]:
+def noting_regions() -> Iterator[list[ClosedJaxpr]]:
     """Collects the bodies of the model's checkpoint regions that are traced inside this context."""
-    regions: list[Any] = []
+    regions: list[ClosedJaxpr] = []
     compat.install_hooks()
     with compat.setting(_regions, regions):
         yield regions
@@ -86,35 +89,42 @@ def _gives_way(body: ClosedJaxpr) -> bool:
 compat.let_checkpoints_give_way(_gives_way)
 
 
-def _has_effect(policy: Any) -> bool:
+def _has_effect(policy: RegionPolicy) -> bool:
     """Whether a block's policy is other than `off`, in any layer."""
-    policy = policy.policy if isinstance(policy, Marked) else policy
-    return not all(map(is_off, [of_run for _, of_run in policy.runs] if isinstance(policy, LayerPolicies) else [policy]))
+    given = policy.policy if isinstance(policy, Marked) else policy
+    return not all(map(is_off, [of_run for _, of_run in given.runs] if isinstance(given, LayerPolicies) else [given]))
 
 
-RunBlock = Callable[[Any, list[bool], Sequence[Any], bool], list[Any]]
-"""`run(body, inputs, values, looped)` evaluates a block under its policy. `looped`: whether a scan is around the body."""
+def in_place(
+    jaxpr: ClosedJaxpr,
+    path: str,
+    inputs: Sequence[bool],
+    values: Sequence[Any],
+    looped: bool = False,
+    *,
+    policy: RegionPolicy,
+    audit: Audit,
+    has_parameters: bool = True,
+) -> list[Any]:
+    """`run_jaxpr`; if the whole block is one checkpoint region of the model, the policy takes the region's place.
 
-
-def in_place(jaxpr: ClosedJaxpr, policy: Any, inputs: Sequence[bool], values: Sequence[Any], run: RunBlock) -> list[Any]:
-    """The block `jaxpr` on `values`, under its policy.
-
-    If the whole block is one checkpoint region of the model, the policy takes the region's place. A `jit` or a scan may be
-    around the region: the methods of NNX and Equinox modules may have several decorators.
+    A `jit` or a scan may be around the region: the methods of NNX and Equinox modules may have several decorators.
     """
-    if not _has_effect(policy) or not _is_region(jaxpr):
-        return run(jaxpr, list(inputs), values, False)
-    if compat.checkpoints_stay():
+    run = functools.partial(run_jaxpr, path=path, policy=policy, audit=audit, has_parameters=has_parameters)
+    if _has_effect(policy) and _is_region(jaxpr):
+        if not compat.checkpoints_stay():
+            scope.record().replaced += 1
+            return _inside(jaxpr, inputs, values, looped, run)
         warn(KEPT)
         scope.record().kept += 1
-        return run(jaxpr, list(inputs), values, False)
-    scope.record().replaced += 1
-    return _inside(jaxpr, inputs, values, run, False)
+    return run(jaxpr, inputs=inputs, values=values, looped=looped)
 
 
-def _inside(jaxpr: ClosedJaxpr, inputs: Sequence[bool], values: Sequence[Any], run: RunBlock, looped: bool) -> list[Any]:
+def _inside(
+    jaxpr: ClosedJaxpr, inputs: Sequence[bool], values: Sequence[Any], looped: bool, run: Callable[..., list[Any]]
+) -> list[Any]:
     if not _is_region(jaxpr):
-        return run(jaxpr, list(inputs), values, looped)
+        return run(jaxpr, inputs=inputs, values=values, looped=looped)
     whole = _whole(jaxpr)
     flags = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
 
@@ -124,9 +134,9 @@ def _inside(jaxpr: ClosedJaxpr, inputs: Sequence[bool], values: Sequence[Any], r
             flags.update(dict.fromkeys(eqn.outvars, any(selected)))
             return None
         if compat.is_checkpoint(eqn):
-            return _inside(compat.checkpoint_parts(eqn)[0], selected, operands, run, looped)
+            return _inside(compat.checkpoint_parts(eqn)[0], selected, operands, looped, run)
         around = looped or eqn.primitive.name == "scan"
-        return rebind(eqn, operands, lambda _, body: retrace(body, lambda *args: _inside(body, selected, args, run, around)))
+        return rebind(eqn, operands, lambda _, body: retrace(body, lambda *args: _inside(body, selected, args, around, run)))
 
     return interpret(jaxpr, values, visit)
 

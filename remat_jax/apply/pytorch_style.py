@@ -56,7 +56,7 @@ def gradient_checkpoint_forward(
 _OWN = ("model", "use_gradient_checkpointing", "use_gradient_checkpointing_offload")
 
 
-def _check_flags(checkpoint: Any, offload: Any) -> None:
+def _check_flags(checkpoint: object, offload: object) -> None:
     for name, value in zip(_OWN[1:], (checkpoint, offload), strict=True):
         if not isinstance(value, bool | np.bool_):
             raise ArgumentError(f"{name}={value!r}: expected True or False, known while tracing")

@@ -20,10 +20,11 @@ from flax import linen, nnx
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
+from remat_jax.apply.binding import RegionPolicy
 from remat_jax.apply.calls import Call, entered, heard, intercepted, is_inside, is_listening, named_scopes, scope_of
 from remat_jax.apply.haiku import is_haiku
 from remat_jax.apply.methods import CALL, block_path, classes_and_methods, defines, with_own_method
-from remat_jax.apply.region import RegionPolicy, run_block
+from remat_jax.apply.region import run_block
 from remat_jax.apply.scope import BlockPolicies
 from remat_jax.errors import ArgumentError, nearest
 from remat_jax.identity import ByIdentity
@@ -40,9 +41,9 @@ _paths_of_class: ContextVar[dict[type, frozenset[str]]] = ContextVar("paths_of_c
 def call(
     module: Any,
     original: Call,
-    policy: RegionPolicy,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    policy: RegionPolicy,
     audit: Audit,
     method: str = CALL,
 ) -> Any:
@@ -51,14 +52,14 @@ def call(
     The arrays in `module` are the block's parameters.
     """
 
-    def pure(module: Any, *args: Any, **kwargs: Any) -> Any:
+    def pure(module: Any, /, *args: Any, **kwargs: Any) -> Any:
         with entered(module, method), named_scopes(parts_in(module)[1:], parts_in, shapes):
             return original(module, *args, **kwargs)
 
-    return run_block(pure, policy, block_path(path_of(module), method), module, args, kwargs, audit)
+    return run_block(pure, block_path(path_of(module), method), module, args, kwargs, policy, audit)
 
 
-def path_of(module: Any) -> str:
+def path_of(module: object) -> str:
     """The attribute path of `module` in the arguments.
 
     For a module that is not in the arguments (a row of a scanned stack, a cast copy): the path of the only module of its class
@@ -120,7 +121,7 @@ class ModelArrays:
         self.trainable = (lambda path, leaf: jnp.issubdtype(leaf.dtype, jnp.inexact)) if mixed else None
 
     @property
-    def others(self) -> Any:
+    def others(self) -> tuple[Any, ...]:
         """What of the model is no array, to compare by value: equal if `whole` makes equal models of equal arrays."""
         return (self._treedef, *((nth, type(leaf), leaf) for nth, leaf in self._others.items())) if self._others else ()
 
@@ -146,7 +147,7 @@ class ModelArrays:
         return of_arrays
 
 
-def is_tree_class(block: Any) -> bool:
+def is_tree_class(block: object) -> bool:
     """Whether `block` is a class of callable instances, but no Flax module class and no `functools.partial`."""
     return isinstance(block, type) and not _has_own_file(block) and defines(block, CALL)
 
@@ -233,7 +234,7 @@ def block(fn: F | None = None, *, parameters: str | Iterable[str] | None = None)
         record.modules.setdefault(path, path)
         parameters, args, kwargs = _split(args, kwargs) if held is None else held.split(args, kwargs)
 
-        def pure(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        def pure(parameters: Any, /, *args: Any, **kwargs: Any) -> Any:
             if held is None:
                 args = (*parameters, *args)
             else:
@@ -242,7 +243,7 @@ def block(fn: F | None = None, *, parameters: str | Iterable[str] | None = None)
                 return fn(*args, **kwargs)
 
         with compat.blocks_around_which(checkpoints_stay=policies.keeps), scope_of(path):
-            return run_block(pure, policy, path, parameters, args, kwargs, record.audit)
+            return run_block(pure, path, parameters, args, kwargs, policy, record.audit)
 
     scope.marked.add(marked)
     return marked

@@ -22,7 +22,7 @@ from remat_jax.policy import JaxPolicy, Policy, as_policy
 T = TypeVar("T", bound=Callable[..., Any])
 
 
-def remat(target: T, policy: Any = "full", *, static_argnames: str | Iterable[str] = ()) -> T:
+def remat(target: T, policy: Policy | str | JaxPolicy = "full", *, static_argnames: str | Iterable[str] = ()) -> T:
     """`target` with `policy` on every call: a drop-in for `nn.remat`, `nnx.remat` and `jax.checkpoint`.
 
     For a Linen or NNX class the result is a subclass of the same name, so automatic parameter names do not change. Keyword
@@ -76,7 +76,7 @@ class _StaticArguments:
                     f"{nearest(name, parameters)} There are: {', '.join(parameters)}"
                 )
 
-    def check(self, *args: Any, **kwargs: Any) -> None:
+    def check(self, /, *args: Any, **kwargs: Any) -> None:
         """Raise if a static argument is traced or is an array of rank 1 or more."""
         if self.signature is None:
             return
@@ -91,7 +91,7 @@ class _StaticArguments:
                 )
 
 
-def _function(target: Any, policy: Policy | JaxPolicy, static: _StaticArguments) -> Any:
+def _function(target: Callable[..., Any], policy: Policy | JaxPolicy, static: _StaticArguments) -> Any:
     @functools.wraps(target)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         static.check(*args, **kwargs)
@@ -114,18 +114,18 @@ def call_block(
     if not isinstance(target, linen.Module | nnx.Module) and args and isinstance(args[0], linen.Module):
         # A decorated method: `@remat` in the body of a class.
         method = getattr(target, "__name__", CALL)
-        outputs = linen_blocks.call(args[0], compat.linen_method(target), policy, args[1:], kwargs, audit, method=method)
+        outputs = linen_blocks.call(args[0], target, args[1:], kwargs, policy, audit, method=method)
     elif isinstance(target, linen.Module | nnx.Module):
         blocks = linen_blocks if isinstance(target, linen.Module) else nnx_blocks
-        outputs = blocks.call(target, getattr(type(target), method), policy, args, kwargs, audit, method=method)
+        outputs = blocks.call(target, getattr(type(target), method), args, kwargs, policy, audit, method=method)
     else:
         path = getattr(target, "__name__", type(target).__name__).replace("<lambda>", "lambda")
-        outputs = run_block(lambda _, *args, **kwargs: target(*args, **kwargs), policy, path, (), args, kwargs, audit)
+        outputs = run_block(lambda _, /, *args, **kwargs: target(*args, **kwargs), path, (), args, kwargs, policy, audit)
     audit.check()
     return outputs
 
 
-def _module_class(target: Any, policy: Policy | JaxPolicy, static: _StaticArguments) -> Any:
+def _module_class(target: type, policy: Policy | JaxPolicy, static: _StaticArguments) -> Any:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         static.check(self, *args, **kwargs)
         return call_block(self, policy, args, kwargs)
@@ -133,7 +133,7 @@ def _module_class(target: Any, policy: Policy | JaxPolicy, static: _StaticArgume
     return subclass(target, {CALL: method_or_block(target, CALL, __call__)})
 
 
-def method_or_block(cls: Any, method: str, block: Callable[..., Any]) -> Callable[..., Any]:
+def method_or_block(cls: type, method: str, block: Callable[..., Any]) -> Callable[..., Any]:
     """`block`, a method that runs the `method` of `cls` as a block, and inside this block the `method` itself."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +142,7 @@ def method_or_block(cls: Any, method: str, block: Callable[..., Any]) -> Callabl
     return call
 
 
-def subclass(cls: Any, methods: Mapping[str, Callable[..., Any]]) -> Any:
+def subclass(cls: type, methods: Mapping[str, Callable[..., Any]]) -> Any:
     """A subclass of `cls` with other methods. It has the same name, from which Flax derives parameter names."""
     names = {
         **{name: functools.wraps(getattr(cls, name))(method) for name, method in methods.items()},

@@ -13,19 +13,20 @@ from jax.extend.core import ClosedJaxpr
 from remat_jax import compat
 from remat_jax.apply import scope
 from remat_jax.apply.audit import Audit
+from remat_jax.apply.binding import RegionPolicy, run_jaxpr
 from remat_jax.apply.own_checkpoints import in_place
-from remat_jax.apply.region import RegionPolicy, run_jaxpr, traced
+from remat_jax.apply.region import traced
 from remat_jax.core.marks import CHECKPOINTS, PARTS, SCANS, Block
 from remat_jax.core.rewrite import count_regions, leaving_blocks, rewrite
 from remat_jax.core.walk import equations, retrace
 from remat_jax.errors import ArgumentError, BlockError
-from remat_jax.policy import as_policy
+from remat_jax.policy import JaxPolicy, Policy, as_policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
+def replan(fn: Callable[P, R], policy: Policy | str | JaxPolicy) -> Callable[P, R]:
     """`fn` with `policy` on all its checkpoint regions, made by `nn.remat`, `nnx.remat` or `jax.checkpoint`.
 
     `fn` is traced when it is called: it must work on tracers in place of the arrays in its arguments. Other Python values in
@@ -80,7 +81,7 @@ def replan(fn: Callable[P, R], policy: Any) -> Callable[P, R]:
     return replanned
 
 
-def with_marked_parts(jaxpr: ClosedJaxpr, blocks: Set[Block], record: scope.Record) -> Any:
+def with_marked_parts(jaxpr: ClosedJaxpr, blocks: Set[Block], record: scope.Record) -> ClosedJaxpr:
     """The closed `jaxpr` with marks for its checkpoint regions and scans, as far as they are among the `blocks`."""
     policies = scope.active()
     if compat.in_solver():  # a linear solver may differentiate its linear function, which is no part of the loss then
@@ -99,15 +100,8 @@ def with_marked_parts(jaxpr: ClosedJaxpr, blocks: Set[Block], record: scope.Reco
 
 def _under(policy: RegionPolicy, audit: Audit, jaxpr: ClosedJaxpr, values: Sequence[Any], part: str = CHECKPOINTS) -> list[Any]:
     """The closed `jaxpr` on `values`, with its regions under `policy`."""
-
-    def run(body: ClosedJaxpr, path: str, inputs: list[bool], values: list[Any], looped: bool) -> list[Any]:
-        return run_jaxpr(body, policy, path, inputs, values, audit, looped=looped or None)
-
-    def run_iteration(body: ClosedJaxpr, path: str, inputs: list[bool], values: list[Any], looped: bool) -> list[Any]:
-        of_body = lambda body, inputs, values, _: run(body, path, list(inputs), list(values), looped)  # noqa: E731
-        return in_place(body, policy, inputs, values, of_body)
-
-    return rewrite(jaxpr, values, run_iteration if part == SCANS else run, part)
+    run = functools.partial(in_place if part == SCANS else run_jaxpr, policy=policy, audit=audit)
+    return rewrite(jaxpr, values, run, part)
 
 
 # For each function that `replan` returned: the function and the policy that `replan` was given.

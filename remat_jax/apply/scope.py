@@ -78,8 +78,7 @@ class BlockPolicies:
         return next((self._marked(block, policy) for block, policy in self.entries if block == function), None)
 
     def _marked(self, block: Block, policy: Policy | JaxPolicy | LayerPolicies) -> Policy | JaxPolicy | Marked:
-        by_layer = self.by_layer or isinstance(policy, LayerPolicies)
-        return Marked(block, policy, self.keeps) if by_layer else policy  # type: ignore[return-value]
+        return Marked(block, policy, self.keeps) if isinstance(policy, LayerPolicies) or self.by_layer else policy
 
     def over(self, outer: BlockPolicies | None) -> BlockPolicies:
         """These entries, followed by an enclosing call's entries for other blocks."""
@@ -134,7 +133,7 @@ def checked_block(block: Any, argument: str = "block") -> Block:
     )
 
 
-def checked_blocks(blocks: Any) -> tuple[Block, ...]:
+def checked_blocks(blocks: object) -> tuple[Block, ...]:
     """`blocks`, one or a tuple, each checked (`checked_block`)."""
     listed = blocks if isinstance(blocks, tuple) else (blocks,)
     if not listed:

@@ -24,7 +24,7 @@ from remat_jax.apply.scope import BlockPolicies, Record
 from remat_jax.core.marks import CHECKPOINTS, Block
 from remat_jax.errors import ArgumentError, BlockError
 from remat_jax.identity import ByIdentity
-from remat_jax.policy import as_policy
+from remat_jax.policy import JaxPolicy, Policy, as_policy
 
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ def _made_once(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_made_once
-def _checkpointed_class(cls: Any, policy: Any, keeps: bool, methods: tuple[str, ...]) -> type:
+def _checkpointed_class(cls: Any, policy: Policy | JaxPolicy, keeps: bool, methods: tuple[str, ...]) -> type:
     """The subclass of `cls` with checkpointed `methods`, the same object for the same arguments, so that `jit` caches hit."""
 
     def checkpointed(name: str) -> Callable[..., Any]:
@@ -169,13 +169,13 @@ def repeated_modules(model: nnx.Module) -> list[nnx.Module]:
     return [node for where, nodes in repeated.items() if where not in inner for node in nodes]
 
 
-def _no_blocks(model: nnx.Module, blocks: Any) -> str:
+def _no_blocks(model: nnx.Module, blocks: object) -> str:
     present = sorted({type(node).__name__ for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)})
     wanted = "no list of two or more modules of one class" if blocks is None else f"no module for blocks={blocks!r}"
     return f"model={type(model).__name__} has {wanted}. Pass blocks=… ; its module classes are: {', '.join(present)}."
 
 
-def _enable_linen(model: linen.Module, policy: Any, blocks: Any, own_checkpoints: str) -> linen.Module:
+def _enable_linen(model: linen.Module, policy: Policy | JaxPolicy, blocks: Any, own_checkpoints: str) -> linen.Module:
     if blocks is None:
         raise ArgumentError(
             f"blocks=None for the Linen model {type(model).__name__}: a Linen model has no submodules before it is called. "

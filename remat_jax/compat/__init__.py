@@ -78,7 +78,6 @@ from remat_jax.compat.rematerialisation import view as view
 from remat_jax.compat.saved_exactly import saved_exactly as saved_exactly
 from remat_jax.compat.tracing import axes_of_vmaps as axes_of_vmaps
 from remat_jax.compat.tracing import block_settings as block_settings
-from remat_jax.compat.tracing import bound_axes as bound_axes
 from remat_jax.compat.tracing import established_forms as established_forms
 from remat_jax.compat.tracing import in_eager_shard_map as in_eager_shard_map
 from remat_jax.compat.tracing import in_linen_module as in_linen_module
@@ -98,7 +97,6 @@ from remat_jax.compat.tracing import is_traced as is_traced
 from remat_jax.compat.tracing import linen_method as linen_method
 from remat_jax.compat.tracing import loops_around as loops_around
 from remat_jax.compat.tracing import made_by as made_by
-from remat_jax.compat.tracing import method_inside_decorators as method_inside_decorators
 from remat_jax.compat.tracing import nnx_jit as nnx_jit
 from remat_jax.compat.tracing import not_captured as not_captured
 from remat_jax.compat.tracing import on_device as on_device
@@ -108,6 +106,7 @@ from remat_jax.compat.tracing import struct as struct
 from remat_jax.compat.tracing import trace_context as trace_context
 from remat_jax.compat.tracing import trace_settings as trace_settings
 from remat_jax.compat.tracing import type_of as type_of
+from remat_jax.compat.tracing import with_axes_bound_now as with_axes_bound_now
 from remat_jax.compat.versions import JAX_VERSION as JAX_VERSION
 from remat_jax.compat.versions import SCANNED_OFFLOAD_MISCOMPILED as SCANNED_OFFLOAD_MISCOMPILED
 from remat_jax.compat.versions import SCANNED_OFFLOAD_REMEDY as SCANNED_OFFLOAD_REMEDY

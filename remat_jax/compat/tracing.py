@@ -247,15 +247,16 @@ def made_by(leaf: Any) -> tuple[int, Any, Any] | None:
     return None if place is None else (place, parent, getattr(leaf, "val", None))
 
 
-def bound_axes() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Returns a function that makes a context for tracing a body later. The context binds the axes (`vmap`, mesh) bound now."""
+def with_axes_bound_now(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which may be called later; the axes (`vmap`, mesh) that are bound now are bound in its calls."""
     axes = _core.get_axis_env().axis_sizes
 
-    def bound() -> contextlib.AbstractContextManager[Any]:
+    def with_axes(*args: Any) -> Any:
         here = _core.get_axis_env()
-        return _core.extend_axis_env_nd([(name, size) for name, size in axes.items() if not here.axis_exists(name)])
+        with _core.extend_axis_env_nd([(name, size) for name, size in axes.items() if not here.axis_exists(name)]):
+            return function(*args)
 
-    return bound
+    return with_axes
 
 
 def axes_of_vmaps(vmaps: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
@@ -316,11 +317,6 @@ def block_settings() -> Any:
         for context, default in _outside_blocks:
             defaults.enter_context(context(default))
         return trace_settings()
-
-
-def method_inside_decorators(context: Any) -> Callable[..., Any]:
-    """The method whose call a Linen interceptor got, without the decorators around it (`@nn.jit`, `@nn.remat`, `@nn.scan`)."""
-    return linen_method(context.orig_method.func)
 
 
 def in_linen_module() -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from remat_jax import compat
 from remat_jax.core.walk import bodies, equations
@@ -109,7 +109,7 @@ class _Comparison:
         self.rules, self.around, self.paths, self.folded = rules, around, paths, folded
         self.scopes = functools.cache(lambda stack: compat.moved_scopes(stack, *paths))
 
-    def programs(self, program: Any, other: Any) -> bool:
+    def programs(self, program: Jaxpr | ClosedJaxpr, other: Jaxpr | ClosedJaxpr) -> bool:
         """Whether two jaxprs, each closed or open, are alike."""
         if program is other:
             return True
@@ -124,7 +124,7 @@ class _Comparison:
                 return False
         return _read_alike(names, program.jaxpr.outvars, other.jaxpr.outvars)
 
-    def _equations(self, eqn: JaxprEqn, other: Any, names: dict[Any, Any]) -> bool:
+    def _equations(self, eqn: JaxprEqn, other: JaxprEqn, names: dict[Any, Any]) -> bool:
         params, others = compat.parameters(eqn), compat.parameters(other)
         if eqn.primitive is not other.primitive or eqn.ctx is not other.ctx or params.keys() != others.keys():
             return False
@@ -167,7 +167,7 @@ class _Comparison:
         # `==` of two JAX arrays is an array, not True.
         return (value == other) is True
 
-    def _rules_alike(self, eqn: JaxprEqn, other: Any) -> bool:
+    def _rules_alike(self, eqn: JaxprEqn, other: JaxprEqn) -> bool:
         function = bodies(eqn)[0]
         if len(self.around) == _DEEPEST:
             return any(self.programs(outer, function) for outer in self.around)
@@ -178,11 +178,11 @@ class _Comparison:
         return first is not None and second is not None and inner.programs(first, second)
 
 
-def _rule(eqn: JaxprEqn) -> Any:
+def _rule(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The traced derivative rule of an equation; None if tracing fails, for example for an unbound axis name."""
     primals = [atom.aval for atom in eqn.invars]
 
-    def push(primals: list[Any], tangents: list[Any]) -> Any:
+    def push(primals: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
         return jax.jvp(lambda *values: compat.bind(eqn, values), tuple(primals), tuple(tangents))
 
     try:
@@ -191,7 +191,7 @@ def _rule(eqn: JaxprEqn) -> Any:
         return None
 
 
-def _named(names: dict[Any, Any], ones: Any, others: Any) -> bool:
+def _named(names: dict[Any, Any], ones: Sequence[Var], others: Sequence[Var]) -> bool:
     """Whether two lists of variables have the same types. Adds to `names`: variable in `ones` → variable in `others`."""
     if len(ones) != len(others):
         return False
@@ -202,12 +202,12 @@ def _named(names: dict[Any, Any], ones: Any, others: Any) -> bool:
     return True
 
 
-def _read_alike(names: dict[Any, Any], ones: Any, others: Any) -> bool:
+def _read_alike(names: dict[Any, Any], ones: Sequence[Var | Literal], others: Sequence[Var | Literal]) -> bool:
     """Whether two lists of operands are equal: variables according to `names`, literals by value."""
     return len(ones) == len(others) and all(_atoms(names, operand, other) for operand, other in zip(ones, others, strict=True))
 
 
-def _atoms(names: dict[Any, Any], operand: Any, other: Any) -> bool:
+def _atoms(names: dict[Any, Any], operand: Var | Literal, other: Var | Literal) -> bool:
     if not hasattr(operand, "val") or not hasattr(other, "val"):
         return not hasattr(operand, "val") and names[operand] is other
     return operand.aval == other.aval and _same_array(np.asarray(operand.val), np.asarray(other.val))

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -170,7 +170,7 @@ class BlockUnderPolicy:
         if not isinstance(self.policy, Policy):
             assert not rows, "a JAX policy could save a row that is read from its stack"
             return lambda *args: compat.bind_region(self.jaxpr, args, policy=self.policy, prevent_cse=prevent_cse)
-        size, bound = len(self.jaxpr.in_avals), compat.bound_axes()
+        size = len(self.jaxpr.in_avals)
 
         def run(*primals: Any) -> list[Any]:
             outputs = _reading(compat.jaxpr_function(self.jaxpr), size, rows)(*primals)
@@ -197,15 +197,11 @@ class BlockUnderPolicy:
             changes = map(transposed_once, changes) if once else changes
             return outputs, [next(changes) if is_smooth(out) else zero_tangent(out) for out in outputs]
 
-        def jvp_with_axes(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            with bound():
-                return jvp(primals, tangents)
-
-        return compat.block_function(run, jvp_with_axes)
+        return compat.block_function(run, compat.with_axes_bound_now(jvp))
 
     def _linearised_under_policy(
         self, primals: Sequence[Any], directions: Sequence[Any], live: Sequence[int], staying: Iterable[int]
-    ) -> tuple[Any, JaxPolicy | None]:
+    ) -> tuple[ClosedJaxpr, JaxPolicy | None]:
         """The linearisation along the `live` inputs as a closed jaxpr, and the JAX policy for its checkpoint."""
         assert isinstance(self.policy, Policy)
         linearisation = _linearisation(list(primals), list(directions), live, self.names)
@@ -272,7 +268,7 @@ def _reading(function: Function, size: int, rows: Sequence[int]) -> Function:
 
 def _linearisation(
     primals: list[Any], directions: list[Any], live: Sequence[int], names: NamedBlock | None = None
-) -> tuple[Any, Linearise]:
+) -> tuple[Hashable, Linearise]:
     """A cache key for a linearisation of a block, and the function that traces it.
 
     The linearisation maps `(*primals, *directions)` to the outputs, followed by the tangents of the smooth outputs. If the
@@ -298,7 +294,7 @@ def _linearisation(
     return key, linearise
 
 
-def _linearised_along_all(avals: Sequence[Any], linearised: Callable[[Any, Linearise], Named]) -> tuple[list[int], Named]:
+def _linearised_along_all(avals: Sequence[Any], linearised: Callable[[Hashable, Linearise], Named]) -> tuple[list[int], Named]:
     """The indices of the inputs along which a block has a derivative, and `linearised` of its linearisation along them.
 
     An input need not have a derivative if the caller does not differentiate it, for example the input of a callback.
@@ -328,7 +324,7 @@ def _along_all(named: Named, primals: Sequence[Any], live: Sequence[int], names:
     if list(live) == [index for index, aval in enumerate(avals) if is_smooth(aval)]:
         return None
 
-    def linearised(key: Any, linearise: Linearise) -> Named:
+    def linearised(key: Hashable, linearise: Linearise) -> Named:
         remembered = names.first.linearised(key, linearise) if named is names.first.named else None
         return remembered or linearise(named)
 
@@ -338,7 +334,7 @@ def _along_all(named: Named, primals: Sequence[Any], live: Sequence[int], names:
         return None
 
 
-def linear_part(function: Function, primals: Sequence[Any], places: Sequence[int]) -> Any:
+def linear_part(function: Function, primals: Sequence[Any], places: Sequence[int]) -> Function:
     """The derivative of `function` at `primals`: maps tangents of the inputs at `places` to tangents of the smooth outputs."""
 
     def of_places(*changed: Any) -> list[Any]:
@@ -347,7 +343,7 @@ def linear_part(function: Function, primals: Sequence[Any], places: Sequence[int
     return jax.linearize(of_places, *(primals[place] for place in places))[1]
 
 
-def is_live(tangent: Any) -> bool:
+def is_live(tangent: jax.Array | SymbolicZero) -> bool:
     """Whether a tangent in a `custom_jvp` rule is neither a symbolic zero nor of dtype float0."""
     return not isinstance(tangent, SymbolicZero) and jnp.result_type(tangent) != jax.dtypes.float0
 
@@ -357,6 +353,6 @@ def is_smooth(out: Any) -> bool:
     return bool(jnp.issubdtype(out.dtype, jnp.inexact))
 
 
-def zero_tangent(out: Any) -> Any:
+def zero_tangent(out: jax.Array) -> jax.Array | np.ndarray[Any, Any]:
     """The zero tangent of `out`; its dtype is float0 if `out` has no derivative."""
     return jnp.zeros(out.shape, out.dtype) if is_smooth(out) else np.zeros(out.shape, jax.dtypes.float0)

@@ -31,7 +31,7 @@ class NamesPolicy:
     saved: frozenset[str]
     offloaded: frozenset[str]
 
-    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> object:
         """Whether the result of an equation is saved, or JAX's object for an offload."""
         if primitive.name in _PRINTS:
             # Never recompute a print: JAX raises a KeyError if a recomputed print reads an array that the policy keeps.

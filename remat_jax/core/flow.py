@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from remat_jax import compat
 from remat_jax.core.walk import bodies
@@ -13,11 +12,11 @@ from remat_jax.core.walk import bodies
 # Equations of these kinds evaluate their one inner jaxpr on their own operands, and their outputs depend on nothing else.
 CALLS = frozenset({"jit", "call", "shard_map", "checkpoint", "custom_jvp_call"})
 
-Leaf = Callable[[Any, list[bool]], bool]
+Leaf = Callable[[JaxprEqn, list[bool]], bool]
 """`leaf(eqn, flags)`: whether the outputs of an equation have the property, given whether its inputs have it."""
 
 
-def flagged(jaxpr: ClosedJaxpr, flags: Sequence[bool], leaf: Leaf) -> set[Any]:
+def flagged(jaxpr: ClosedJaxpr, flags: Sequence[bool], leaf: Leaf) -> set[Var]:
     """The variables of the closed `jaxpr` that have the property, given which inputs have it. Constants always have it."""
     flagged_vars = set(jaxpr.jaxpr.constvars)
     flagged_vars.update(var for var, flag in zip(jaxpr.jaxpr.invars, flags, strict=True) if flag)
@@ -27,7 +26,7 @@ def flagged(jaxpr: ClosedJaxpr, flags: Sequence[bool], leaf: Leaf) -> set[Any]:
     return flagged_vars
 
 
-def has(atom: Any, flagged_vars: set[Any]) -> bool:
+def has(atom: Var | Literal, flagged_vars: set[Var]) -> bool:
     """Whether an operand has the property: it is flagged, or a literal."""
     return hasattr(atom, "val") or atom in flagged_vars
 
@@ -37,7 +36,7 @@ def all_inputs(eqn: JaxprEqn, flags: list[bool]) -> bool:
     return all(flags)
 
 
-def inner_flags(eqn: JaxprEqn, key: str, inner: Any, flags: Sequence[bool], leaf: Leaf) -> list[bool]:
+def inner_flags(eqn: JaxprEqn, key: str, inner: ClosedJaxpr, flags: Sequence[bool], leaf: Leaf) -> list[bool]:
     """Whether each input of `inner`, the jaxpr parameter `key` of `eqn`, has the property.
 
     A scan's carry has the property if its initial value has it and every iteration preserves it. A `while` carry never has it.

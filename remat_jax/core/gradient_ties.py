@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.core.matmuls import MATMULS, eqn_flops
@@ -26,7 +26,7 @@ from remat_jax.core.walk import evaluate_equations, interpret, retrace, value_of
 
 
 def in_program_order(
-    backward: Any,
+    backward: ClosedJaxpr,
     residuals: Sequence[Any],
     cotangents: Sequence[Any],
     fetched: Mapping[int, Any],

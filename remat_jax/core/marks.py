@@ -9,9 +9,9 @@ traced before is not traced again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
@@ -62,8 +62,8 @@ class Batch:
     in_axes: tuple[int | None, ...]
     out_axes: tuple[int | None, ...]
     size: int
-    name: Any
-    spmd_name: Any
+    name: Hashable
+    spmd_name: Hashable
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def mark_of(eqn: JaxprEqn) -> Mark | None:
     return eqn.params["mark"] if eqn.primitive is mark_p else None
 
 
-def vmapped(function: Any, batch: Batch, size: int) -> Any:
+def vmapped(function: Callable[..., Any], batch: Batch, size: int) -> Callable[..., list[Any]]:
     """`jax.vmap` of `function` with the axes and names of `batch`. Only the first `size` operands are mapped."""
 
     def run(*operands: Any) -> list[Any]:
@@ -134,7 +134,7 @@ def _batch(
     return list(outputs), out_axes
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, mark: Mark) -> Any:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: ClosedJaxpr, mark: Mark) -> NoReturn:
     raise UnsupportedError(
         f"block={name_of(mark.marked.block)}: policies by layer must be set before the block is differentiated. They are for "
         "what grad, value_and_grad, vjp, jvp and linearize differentiate, but not for a custom_root, nor for the rule of a "

@@ -28,7 +28,7 @@ def eqn_flops(eqn: JaxprEqn) -> int:
     return 0
 
 
-def _products(eqn: JaxprEqn, contracting: Any) -> int:
+def _products(eqn: JaxprEqn, contracting: Sequence[int]) -> int:
     depth = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracting)
     return 2 * math.prod(eqn.outvars[0].aval.shape) * depth
 

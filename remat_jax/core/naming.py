@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from remat_jax import compat
 from remat_jax.core.flow import all_inputs, flagged, has, inner_flags
@@ -64,7 +64,7 @@ class Named:
         from an identical block at another path (`core/repeated.py`).
     """
 
-    made: Callable[[], Any]
+    made: Callable[[], ClosedJaxpr]
     path: str
     candidates: dict[str, Candidate]
     shapes: dict[str, tuple[int, ...]]
@@ -73,7 +73,7 @@ class Named:
     values: _Values | None = None
 
     @functools.cached_property
-    def jaxpr(self) -> Any:
+    def jaxpr(self) -> ClosedJaxpr:
         """The closed jaxpr. Its results are bit-equal to those of the unnamed jaxpr."""
         return self.made()
 
@@ -96,7 +96,7 @@ def name_residuals(jaxpr: ClosedJaxpr, path: str, inputs: Sequence[bool]) -> Nam
     return replace(namer.finished(retrace(jaxpr, named)), inputs=kept)
 
 
-def name_linearised(named: Named, linearised: Any, primals: int, whole: Named | None = None) -> Named:
+def name_linearised(named: Named, linearised: ClosedJaxpr, primals: int, whole: Named | None = None) -> Named:
     """Name the arrays that derivative rules add to the linearisation of `named`, and move the names of the block's arrays.
 
     The move is described at the top of this module.
@@ -113,7 +113,7 @@ def name_linearised(named: Named, linearised: Any, primals: int, whole: Named | 
     return namer.finished(jaxpr)
 
 
-def can_be_named(value: Any) -> bool:
+def can_be_named(value: object) -> bool:
     """Whether a policy can keep `value`. It cannot keep RNG keys, tokens, references and arrays of dtype float0."""
     dtype = getattr(value, "dtype", None)
     return dtype is not None and not jnp.issubdtype(dtype, jax.dtypes.extended) and dtype != jax.dtypes.float0
@@ -128,7 +128,7 @@ class _Values:
 
     def __init__(self, whole: _Values | None = None) -> None:
         self._numbers: dict[Any, int] = {} if whole is None else whole._numbers
-        self.names: dict[Any, list[str]] = {}
+        self.names: dict[Var, list[str]] = {}
         self._unused = {} if whole is None else {value: list(names) for value, names in whole.names.items()}
 
     def number(self, *key: Any) -> int:
@@ -159,7 +159,7 @@ class _Values:
         return name
 
 
-def _hashable(value: Any) -> Any:
+def _hashable(value: object) -> object:
     try:
         hash(value)
     except TypeError:
@@ -199,7 +199,7 @@ class _Namer:
         fixed = flagged(jaxpr, primal_only, all_inputs)
         number = dict(zip(jaxpr.jaxpr.invars, numbers or map(self.values.number, itertools.count()), strict=False))
 
-        def number_of(atom: Any) -> int:
+        def number_of(atom: Var | Literal) -> int:
             if hasattr(atom, "val"):
                 return self.values.number("literal", str(atom.val))
             return number[atom] if atom in number else self.values.number("constant")
@@ -211,7 +211,7 @@ class _Namer:
             for var, value in zip(eqn.outvars, self.values.of_outputs(eqn, operands), strict=True):
                 number[var] = self.values.number(*names[var]) if var in names else value
 
-            def inside(key: str, body: ClosedJaxpr) -> Any:
+            def inside(key: str, body: ClosedJaxpr) -> ClosedJaxpr:
                 primal_only = inner_flags(eqn, key, body, flags, all_inputs)
                 inner_numbers = self.values.of_inner(eqn, operands, primal_only)
                 return retrace(body, lambda *args: self.run(body, args, path, primal_only, numbers=inner_numbers))
@@ -242,7 +242,7 @@ class _Namer:
         name = self.values.name((number, where), lambda: self.next(where, primitive))
         return self.name(value, _candidate(name, eqn))
 
-    def _given(self, value: Any, names: Sequence[str], producer: Any) -> Any:
+    def _given(self, value: Any, names: Sequence[str], producer: JaxprEqn | None) -> Any:
         for name in names:
             value = self.name(value, self.before.get(name) or _user_named(name, producer))
         return value
@@ -275,21 +275,21 @@ class _Namer:
         return checkpoint_name(value, candidate.name)
 
 
-def _given_names(jaxpr: ClosedJaxpr) -> dict[Any, list[str]]:
+def _given_names(jaxpr: ClosedJaxpr) -> dict[Var, list[str]]:
     """Variable → the names that `jaxpr` gives it. A complex variable's names are on its real and imaginary parts."""
-    names: dict[Any, list[str]] = {}
+    names: dict[Var, list[str]] = {}
     for eqn in jaxpr.jaxpr.eqns:
         name = compat.given_name(eqn)
         if name is not None and not hasattr(eqn.invars[0], "val"):
             names.setdefault(eqn.invars[0], []).append(name)
-    parts: dict[Any, dict[str, list[str]]] = {}
+    parts: dict[Var, dict[str, list[str]]] = {}
     for eqn in jaxpr.jaxpr.eqns:
         if eqn.primitive.name in ("real", "imag") and eqn.outvars[0] in names:
             parts.setdefault(eqn.invars[0], {})[eqn.primitive.name] = names[eqn.outvars[0]]
     return {var: of["real"] for var, of in parts.items() if of.get("real") == of.get("imag")} | names
 
 
-def _user_named(name: str, producer: Any) -> Candidate:
+def _user_named(name: str, producer: JaxprEqn | None) -> Candidate:
     """The candidate for an array that a user named: an output of the equation `producer`, or an input if `producer` is None.
 
     The candidate has the primitive of `producer`, so that `@dots` selects a matmul with a user's name.

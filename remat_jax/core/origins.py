@@ -7,7 +7,7 @@ import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from remat_jax import compat
 from remat_jax.core.flow import CALLS
@@ -46,12 +46,12 @@ class Origin:
     named_input: int | None = None
 
 
-Trail = list[tuple[Jaxpr, Any, tuple[str, ...]]]
+Trail = list[tuple[Jaxpr, Var, tuple[str, ...]]]
 """The variables that are one array: the open jaxpr of each, the variable, and the scopes around the jaxpr."""
 
 
 def origin(
-    jaxpr: Jaxpr, atom: Any, outer: tuple[str, ...] = (), layers: range | None = None, trail: Trail | None = None
+    jaxpr: Jaxpr, atom: Var | Literal, outer: tuple[str, ...] = (), layers: range | None = None, trail: Trail | None = None
 ) -> Origin:
     """The origin of `atom`, a variable or literal of the open `jaxpr`, which was traced in the scopes `outer`, for `layers`.
 
@@ -140,7 +140,7 @@ def _divides_a_stack(eqn: JaxprEqn) -> bool:
     return bool(before) and after[2:] == before[1:] and math.prod(after[:2]) == before[0]
 
 
-def _made_here(eqn: JaxprEqn, atom: Any, path: tuple[str, ...], layers: range | None, trail: Trail) -> Origin:
+def _made_here(eqn: JaxprEqn, atom: Var, path: tuple[str, ...], layers: range | None, trail: Trail) -> Origin:
     """The origin of an equation's output. An output of a `cond` has the names from all its branches."""
     branches = [body.jaxpr for body in bodies(eqn)] if eqn.primitive.name == "cond" else []
     trails: list[Trail] = [[] for _ in branches]
@@ -185,7 +185,7 @@ def _through_scan(eqn: JaxprEqn, index: int, path: tuple[str, ...], layers: rang
     return inner
 
 
-def is_on_host(atom: Any) -> bool:
+def is_on_host(atom: Var) -> bool:
     """Whether a variable of a jaxpr is in host memory."""
     space = getattr(atom.aval, "memory_space", None)
     return getattr(space, "name", str(space)).lower().endswith("host")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from remat_jax import compat
 from remat_jax.core.alike import Folded, Original, folds, has_plain_rules, holds_arrays, holds_functions
@@ -40,17 +40,17 @@ class FirstLayer:
     """
 
     original: Original
-    conditions: Any
+    conditions: Hashable
     named: Named
-    _linearised: dict[Any, Named] = field(default_factory=dict)
-    _keeping: dict[Any, Any] = field(default_factory=dict)
-    kept: dict[Any, frozenset[str] | None] = field(default_factory=dict)
+    _linearised: dict[Hashable, Named] = field(default_factory=dict)
+    _keeping: dict[Hashable, ClosedJaxpr] = field(default_factory=dict)
+    kept: dict[Hashable, frozenset[str] | None] = field(default_factory=dict)
 
-    def folded_as(self, jaxpr: ClosedJaxpr, path: str, conditions: Any) -> Folded | None:
+    def folded_as(self, jaxpr: ClosedJaxpr, path: str, conditions: Hashable) -> Folded | None:
         """The numbers that the block `jaxpr` at `path` folds into random keys; None if it is not identical to this layer."""
         return self.original.folded_as(jaxpr, (self.named.path, path)) if self.conditions == conditions else None
 
-    def linearised(self, key: Any, linearise: Linearise) -> Named | None:
+    def linearised(self, key: Hashable, linearise: Linearise) -> Named | None:
         """`linearise(self.named)`, cached by `key`; None if it has arrays as constants, which other blocks cannot share."""
         if key not in self._linearised:
             linearised = linearise(self.named)
@@ -59,7 +59,7 @@ class FirstLayer:
             self._linearised[key] = linearised
         return self._linearised[key]
 
-    def keeping(self, names: frozenset[str], key: Any) -> Any:
+    def keeping(self, names: frozenset[str], key: Hashable) -> ClosedJaxpr:
         """The jaxpr of the cached linearisation `key` without automatic names, except `names` (`keep_names`)."""
         if (key, names) not in self._keeping:
             self._keeping[key, names] = keep_names(self._linearised[key], names)
@@ -73,9 +73,9 @@ class NamedBlock:
     named: Named
     first: FirstLayer
     folded: Folded = field(default_factory=dict)
-    _linearised: dict[Any, Named] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _linearised: dict[Hashable, Named] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def linearised(self, key: Any, linearise: Linearise) -> Named:
+    def linearised(self, key: Hashable, linearise: Linearise) -> Named:
         """`linearise(self.named)`, or the renamed linearisation of `first` if blocks can share it; once for each `key`."""
         if key not in self._linearised:
             of_first = self.first.linearised(key, linearise)
@@ -83,7 +83,7 @@ class NamedBlock:
             self._linearised[key] = linearise(self.named) if shared is None else shared
         return self._linearised[key]
 
-    def keeping(self, names: Set[str], key: Any, linearise: Linearise) -> Any:
+    def keeping(self, names: Set[str], key: Hashable, linearise: Linearise) -> ClosedJaxpr:
         """The closed jaxpr of the linearisation, where arrays inside the block have no automatic names except `names`."""
         of_first = self.first.linearised(key, linearise)
         if of_first is None:
@@ -172,20 +172,20 @@ class _Renaming:
         inputs = tuple(None if name is None else self.after(name) for name in named.inputs)
         return Named(lambda: self.jaxpr(named.jaxpr), self._paths[1], candidates, shapes, counts, inputs)
 
-    def _jaxpr(self, jaxpr: Jaxpr | ClosedJaxpr) -> Any:
+    def _jaxpr(self, jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr | ClosedJaxpr:
         """The closed or open `jaxpr` with the new names; the same object if nothing changes."""
         if self._is_same:
             return jaxpr
         return compat.with_equations(jaxpr, [self._equation(eqn) for eqn in compat.closed(jaxpr).jaxpr.eqns], {})
 
-    def _equation(self, eqn: JaxprEqn) -> Any:
+    def _equation(self, eqn: JaxprEqn) -> JaxprEqn:
         name = compat.given_name(eqn)
         changed = {"name": self._names[name]} if name in self._names else _changed_bodies(eqn, self.jaxpr)
         inputs = [eqn.invars[0], self._folded[int(eqn.invars[1].val)]] if self._folded and folds(eqn) else None
         return compat.with_params(eqn, changed, self._scopes(eqn.source_info.name_stack), inputs)
 
 
-def keep_names(named: Named, names: Set[str]) -> Any:
+def keep_names(named: Named, names: Set[str]) -> ClosedJaxpr:
     """The closed jaxpr of `named`, where arrays inside the block lose their automatic names except `names`.
 
     Names from users are kept, because users' own policies may select them. Names of inputs and outputs are kept, because JAX
@@ -197,8 +197,8 @@ def keep_names(named: Named, names: Set[str]) -> Any:
     dropped = inside - of_outputs - names
 
     @functools.cache
-    def without_dropped(jaxpr: ClosedJaxpr) -> Any:
-        unnamed: dict[Any, Any] = {}
+    def without_dropped(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr | ClosedJaxpr:
+        unnamed: dict[Var, Var | Literal] = {}
         eqns = []
         for eqn in compat.closed(jaxpr).jaxpr.eqns:
             inputs = [atom if hasattr(atom, "val") else unnamed.get(atom, atom) for atom in eqn.invars]

@@ -30,7 +30,7 @@ def _is_view(eqn: JaxprEqn, flags: list[bool]) -> bool:
     return eqn.primitive.name in VIEWS and all(flags)
 
 
-RunRegion = Callable[[Any, str, list[bool], list[Any], bool], list[Any]]
+RunRegion = Callable[[ClosedJaxpr, str, list[bool], list[Any], bool], list[Any]]
 """`run(body, path, inputs, values, looped)` evaluates a region on `values`.
 
 `inputs`: for each value, whether `@inputs` selects it. `looped`: whether the region is in a loop.
@@ -85,7 +85,7 @@ def _rewritten(
         if not contains_region(eqn, part):
             return None
 
-        def inside(key: str, body: ClosedJaxpr) -> Any:
+        def inside(key: str, body: ClosedJaxpr) -> ClosedJaxpr:
             if not is_differentiated(eqn, body):
                 return body
             from_arguments, fixed = inner_flags(eqn, key, body, flags, _is_view), _fixed_inside(eqn, key, body, kept)
@@ -96,7 +96,7 @@ def _rewritten(
     return interpret(jaxpr, args, visit)
 
 
-def _fixed_inside(eqn: JaxprEqn, key: str, inner: Any, same: list[bool] | None) -> list[bool] | None:
+def _fixed_inside(eqn: JaxprEqn, key: str, inner: ClosedJaxpr, same: list[bool] | None) -> list[bool] | None:
     """For each input of `inner`, the jaxpr `eqn.params[key]`: whether it is the same in all iterations; None outside loops.
 
     The constants of a scan are the same array in all iterations; its carry and rows are not.
@@ -118,7 +118,7 @@ def leaving_blocks() -> contextlib.AbstractContextManager[None]:
     return compat.setting(_leaving_blocks, True)
 
 
-def region_body(eqn: JaxprEqn) -> Any | None:
+def region_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The body of `eqn` if it is a `jax.checkpoint` region or a block of remat_jax, tied or not; else None.
 
     Raises:
@@ -142,7 +142,7 @@ def region_body(eqn: JaxprEqn) -> Any | None:
     return body
 
 
-def _region(eqn: JaxprEqn, part: str) -> Any | None:
+def _region(eqn: JaxprEqn, part: str) -> ClosedJaxpr | None:
     """The body of `eqn` if it is a region of the kind `part`; else None.
 
     A scan that contains another block, or runs over chunks (`in_chunks`), is no region, but there may be regions inside.
@@ -173,7 +173,7 @@ def count_regions(jaxpr: ClosedJaxpr, part: str = CHECKPOINTS) -> int:
     return total
 
 
-def established(jaxpr: ClosedJaxpr) -> Any:
+def established(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """The closed `jaxpr` with the names and regions of `jax_remat3` replaced by those of the established rematerialisation.
 
     Returns `jaxpr` itself if it has none. JAX's policies ignore `jax_remat3` names and cannot keep arrays inside `jax_remat3`

@@ -105,7 +105,7 @@ def note_loop_inputs(eqn: JaxprEqn, body_inputs: Sequence[Any]) -> None:
         note_fixed(body_inputs[: compat.scan_layout(eqn)[0]])
 
 
-def _reading(value: Any) -> Reading:
+def _reading(value: jax.Array) -> Reading:
     of_program = _readings.setdefault(compat.program_of(value), {})
     itself, reading = of_program.get(id(value), (None, None))
     if reading is None or itself is None or itself() is not value or reading.left:
@@ -191,7 +191,7 @@ class Residuals:
     linear: Callable[..., Any]
 
 
-def residuals_of(linear: Any, primals: Sequence[Any], offers: Sequence[Offer], *, waits: bool) -> Residuals:
+def residuals_of(linear: Callable[..., Any], primals: Sequence[Any], offers: Sequence[Offer], *, waits: bool) -> Residuals:
     """The residuals of `linear`, the linear function that `jax.linearize` returned for a block at `primals`.
 
     Args:
@@ -203,7 +203,7 @@ def residuals_of(linear: Any, primals: Sequence[Any], offers: Sequence[Offer], *
     order = [places.setdefault(leaf, len(places)) for leaf in leaves]
     kept = list(places)
 
-    def run(residuals: Sequence[Any], *directions: Any) -> Any:
+    def run(residuals: Sequence[Any], *directions: Any) -> list[Any]:
         return jax.tree.unflatten(treedef, [residuals[place] for place in order])(*directions)
 
     values, slots, spares = list(kept), [], []

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from remat_jax import compat
 from remat_jax.core.module_paths import module_path
@@ -80,13 +80,13 @@ class TracedProduct:
       bent: the primitives other than scaling and masking that the softmax's argument has gone through.
     """
 
-    eqn: Any
+    eqn: JaxprEqn
     path: str
     in_loop: bool
     exponentials: list[tuple[int, str]] = field(default_factory=list)
     summed: int = 0
     classes: int = 0
-    mixed: list[tuple[Any, int]] = field(default_factory=list)
+    mixed: list[tuple[JaxprEqn, int]] = field(default_factory=list)
     other_uses: bool = False
     bent: list[str] = field(default_factory=list)
 
@@ -254,13 +254,13 @@ def _roles(eqn: JaxprEqn, name: str, operands: Sequence[_Value], module: str) ->
                 yield role, product
 
 
-def _fits(role: tuple[str, TracedProduct], atom: Any) -> bool:
+def _fits(role: tuple[str, TracedProduct], atom: Var) -> bool:
     """Whether an array may be the result of the matmul, or its exponential: it has between half and all of its elements."""
     whole = _size(role[1].eqn.outvars[0])
     return role[0] == _SUM or whole <= 2 * _size(atom) <= 2 * whole
 
 
-def _value(values: Mapping[Any, _Value], atom: Any) -> _Value:
+def _value(values: Mapping[Any, _Value], atom: Var | Literal) -> _Value:
     if hasattr(atom, "val"):
         return _FIXED
     value = values.get(atom, _NOTHING)
@@ -272,5 +272,5 @@ def _joined(values: Sequence[_Value]) -> _Value:
     return _Value(frozenset(role for value in values for role in value.roles), any(value.is_random for value in values))
 
 
-def _size(atom: Any) -> int:
+def _size(atom: Var | Literal) -> int:
     return math.prod(getattr(atom.aval, "shape", ()))

@@ -17,16 +17,16 @@ from remat_jax.compat import rules
 class StackRow:
     """The source of a row: the row is `stack[index]`. Gradients flow through the row's value, not through the stack."""
 
-    stack: Any
-    index: Any
+    stack: jax.Array
+    index: jax.Array
 
 
-def read_row(row: Any, stack: Any, index: Any) -> Any:
+def read_row(row: jax.Array, stack: jax.Array, index: jax.Array) -> jax.Array:
     """`stack[index]`, differentiated as `row`."""
     return read_row_p.bind(row, stack, index)
 
 
-def _read(row: Any, stack: Any, index: Any) -> Any:
+def _read(row: jax.Array, stack: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False, allow_negative_indices=False)
 
 

@@ -57,13 +57,13 @@ class _Link:
       alive: how many of the outputs are tracers of the current trace and not gone.
     """
 
-    trace: Any
+    trace: object
     values: list[Any]
     readings: Links
     outputs: list[tuple[weakref.ref[Any], Any]]
     alive: int = 0
 
-    def lose(self, _: Any) -> None:
+    def lose(self, _: object) -> None:
         """Note that one of the `alive` outputs is gone."""
         self.alive -= 1
         if not self.alive:
@@ -204,7 +204,7 @@ def _steps(jaxpr: ClosedJaxpr) -> tuple[Any, ...]:
     )
 
 
-def _linkable(value: Any) -> bool:
+def _linkable(value: jax.Array) -> bool:
     # A `shard_map` may check over which mesh axes values vary. The zeros of a link vary over none and would fail the check.
     return compat.varying_axes(value) == compat.varying_axes(jnp.float32(0))
 
@@ -215,7 +215,7 @@ def _shares(block: BlockUnderPolicy, values: Sequence[Any]) -> bool:
     return batched and any(compat.kind(eqn).startswith("custom_vjp") for eqn in equations(block.jaxpr))
 
 
-def _differentiated(value: Any) -> bool:
+def _differentiated(value: object) -> bool:
     # Only a block that is being differentiated is linked. A block that is only traced, in a `jit`, may never be differentiated,
     # and its handed arrays would be useless copies. If JAX runs op by op, copies do not overlap with compute anyway.
     return type(value).__name__ in ("LinearizeTracer", "JVPTracer") and compat.is_staged(value)
@@ -260,11 +260,11 @@ def _evaluate(*operands: Any, jaxpr: ClosedJaxpr, **_: Any) -> list[Any]:
 linked_block_p = compat.new_primitive("linked_block", _evaluate)
 
 
-def _is_live(tangent: Any) -> bool:
+def _is_live(tangent: jax.Array | rules.Zero) -> bool:
     return not isinstance(tangent, rules.Zero) and tangent.dtype != jax.dtypes.float0
 
 
-def _zero(value: Any) -> Any:
+def _zero(value: jax.Array) -> rules.Zero:
     return rules.Zero(jax.typeof(value).to_tangent_aval())
 
 

@@ -92,12 +92,12 @@ def bind_linear(
     return dict(zip(smooth, results, strict=False)), list(results[len(smooth) :])
 
 
-def host_zeros(aval: Any) -> Any:
+def host_zeros(aval: Any) -> jax.Array:
     """Zeros of the type `aval`, in host memory."""
     return jax.device_put(jnp.zeros(aval.shape, aval.dtype), jax.memory.Space.Host)
 
 
-def ghost(aval: Any) -> Any:
+def ghost(aval: Any) -> jax.Array:
     """Zeros of the shape and dtype of `aval`, in device memory. Nothing reads them, so the compiler drops them."""
     return jnp.zeros(aval.shape, aval.dtype)
 
@@ -181,7 +181,7 @@ def _stays(reading: Reading | None) -> bool:
     return reading is not None and reading.stays()
 
 
-def can_be_handed(residual: Any) -> bool:
+def can_be_handed(residual: jax.Array) -> bool:
     """Whether a residual is on the host and is smooth, so that the next block can return it as a cotangent."""
     return compat.is_on_host(residual) and is_smooth(residual)
 

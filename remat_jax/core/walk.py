@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from remat_jax import compat
 
-Visit = Callable[[Any, list[Any]], "list[Any] | None"]
+Visit = Callable[[JaxprEqn, list[Any]], "list[Any] | None"]
 
 
 def interpret(jaxpr: ClosedJaxpr, args: Sequence[Any], visit: Visit) -> list[Any]:
@@ -21,24 +21,24 @@ def interpret(jaxpr: ClosedJaxpr, args: Sequence[Any], visit: Visit) -> list[Any
     return [value_of(atom, env) for atom in jaxpr.jaxpr.outvars]
 
 
-def values_of_inputs(jaxpr: ClosedJaxpr, args: Sequence[Any]) -> dict[Any, Any]:
+def values_of_inputs(jaxpr: ClosedJaxpr, args: Sequence[Any]) -> dict[Var, Any]:
     """The constants and arguments of the closed `jaxpr`: variable → value."""
-    env: dict[Any, Any] = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+    env: dict[Var, Any] = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
     env.update(zip(jaxpr.jaxpr.invars, args, strict=True))
     return env
 
 
-def value_of(atom: Any, env: Mapping[Any, Any]) -> Any:
+def value_of(atom: Var | Literal, env: Mapping[Var, Any]) -> Any:
     """The value of a variable or a literal."""
     return atom.val if hasattr(atom, "val") else env[atom]
 
 
-def variables(atoms: Iterable[Any]) -> list[Any]:
+def variables(atoms: Iterable[Var | Literal]) -> list[Var]:
     """The variables among `atoms`, without the literals."""
     return [atom for atom in atoms if not hasattr(atom, "val")]
 
 
-def evaluate_equations(eqns: Iterable[JaxprEqn], env: dict[Any, Any], visit: Visit) -> None:
+def evaluate_equations(eqns: Iterable[JaxprEqn], env: dict[Var, Any], visit: Visit) -> None:
     """Evaluate `eqns` in order, as `interpret` does. `env` maps variables to values; the outputs are added to it."""
     for eqn in eqns:
         inputs = [value_of(atom, env) for atom in eqn.invars]
@@ -48,7 +48,7 @@ def evaluate_equations(eqns: Iterable[JaxprEqn], env: dict[Any, Any], visit: Vis
         env.update(zip(eqn.outvars, outputs, strict=True))
 
 
-def retrace(jaxpr: ClosedJaxpr, function: Callable[..., Any]) -> Any:
+def retrace(jaxpr: ClosedJaxpr, function: Callable[..., Any]) -> ClosedJaxpr:
     """The closed jaxpr of `function` on the input types of `jaxpr`. Its `consts` are the constants that JAX hoists."""
     return jax.make_jaxpr(function)(*jaxpr.in_avals)
 
@@ -99,19 +99,19 @@ def inner_jaxprs(eqn: JaxprEqn) -> dict[str, Any]:
     return jaxprs
 
 
-def bodies(eqn: JaxprEqn) -> list[Any]:
+def bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     """The closed jaxprs inside an equation: a called function, the body of a loop, branches."""
     values = inner_jaxprs(eqn).values()
     return [compat.closed(body) for value in values for body in (value if isinstance(value, tuple) else (value,))]
 
 
-def executed_bodies(eqn: JaxprEqn) -> list[Any]:
+def executed_bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     """The closed jaxprs inside an equation that run with it. Of a linear solver's four only its solution runs."""
     is_solve = eqn.primitive.name == "custom_linear_solve"
     return [compat.closed(eqn.params["jaxprs"].solve)] if is_solve else bodies(eqn)
 
 
-def differentiated_bodies(eqn: JaxprEqn) -> list[Any]:
+def differentiated_bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     """The closed jaxprs inside an equation that JAX differentiates. A policy has an effect only there.
 
     JAX differentiates functions with a custom derivative by their rules, and of a linear solver only the linear function.
@@ -127,7 +127,7 @@ def is_differentiated(eqn: JaxprEqn, body: ClosedJaxpr) -> bool:
     return any(body.jaxpr is other.jaxpr for other in differentiated_bodies(eqn))
 
 
-def equations(jaxpr: ClosedJaxpr, inside: Callable[[Any], Iterable[Any]] = bodies) -> Iterator[Any]:
+def equations(jaxpr: ClosedJaxpr, inside: Callable[[JaxprEqn], Iterable[ClosedJaxpr]] = bodies) -> Iterator[JaxprEqn]:
     """Every equation of the closed `jaxpr` at any depth. An equation comes before the equations inside it."""
     for eqn in jaxpr.jaxpr.eqns:
         yield eqn
@@ -146,16 +146,16 @@ def checkpoints_around_blocks(jaxpr: ClosedJaxpr) -> int:
     return sum(any(compat.is_block(eqn) for body in inside for eqn in equations(body)) for inside in regions)
 
 
-def map_inner(eqn: JaxprEqn, change: Callable[[Any], Any]) -> dict[str, Any]:
+def map_inner(eqn: JaxprEqn, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> dict[str, Any]:
     """The jaxpr parameters of `eqn` with `change` applied to each closed jaxpr. Open jaxprs stay open."""
     return _map_inner(eqn, lambda _, body: change(body))
 
 
-def _map_inner(eqn: JaxprEqn, change: Callable[[str, Any], Any]) -> dict[str, Any]:
+def _map_inner(eqn: JaxprEqn, change: Callable[[str, ClosedJaxpr], ClosedJaxpr]) -> dict[str, Any]:
     return replace_inner(eqn, lambda key, body: compat.like(change(key, compat.closed(body)), body))
 
 
-def replace_inner(eqn: JaxprEqn, change: Callable[[str, Any], Any]) -> dict[str, Any]:
+def replace_inner(eqn: JaxprEqn, change: Callable[[str, ClosedJaxpr], ClosedJaxpr]) -> dict[str, Any]:
     """The jaxpr parameters of `eqn` with `change(parameter, body)` in place of each jaxpr `body`, open or closed."""
     return {
         # A tuple of jaxprs keeps its class (the four jaxprs of a `custom_linear_solve` are a named tuple) and its Nones.
@@ -166,7 +166,7 @@ def replace_inner(eqn: JaxprEqn, change: Callable[[str, Any], Any]) -> dict[str,
     }
 
 
-def rebind(eqn: JaxprEqn, inputs: Sequence[Any], change: Callable[[str, Any], Any]) -> list[Any]:
+def rebind(eqn: JaxprEqn, inputs: Sequence[Any], change: Callable[[str, ClosedJaxpr], ClosedJaxpr]) -> list[Any]:
     """Evaluate `eqn` on `inputs` with `change(parameter, body)` in place of each closed jaxpr inside it."""
     with compat.inner_context(eqn):
         changed = _map_inner(eqn, change)

@@ -203,7 +203,7 @@ def number_calls(calls: Iterable[ModuleCall]) -> None:
         begun[call.path] += 1
 
 
-def argument_names(function: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
+def argument_names(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """(parameter name, value) of every argument of a call; the name of `*args` is "".
 
     >>> argument_names(lambda x, *rest, **options: None, (1, 2), {"mask": 3})
@@ -249,7 +249,7 @@ def as_numbers(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float32) if array.dtype.kind == "V" and is_floating(array) else array
 
 
-def in_float64(value: Any) -> np.ndarray:
+def in_float64(value: object) -> np.ndarray:
     """A NumPy copy of an array; a floating-point array becomes float64."""
     array = np.array(value)
     return array.astype(np.float64) if array.dtype.kind not in "biu" else array

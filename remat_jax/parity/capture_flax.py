@@ -77,10 +77,10 @@ def trace_step(
     module: Any,
     variables: Any,
     inputs: Any,
-    loss: Any = None,
+    loss: Callable[[Any], Any] | None = None,
     *,
-    call: Any = None,
-    transform: Any = None,
+    call: Callable[..., Any] | None = None,
+    transform: Callable[..., Any] | None = None,
     backward: bool = True,
 ) -> TracedPass:
     """Trace the step that `capture_flax` runs, or only its loss (`backward=False`); arrays may be `jax.ShapeDtypeStruct`."""

@@ -165,7 +165,7 @@ class Case:
             )
         return made
 
-    def apply_linen(self, module: Any, variables: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def apply_linen(self, module: Any, variables: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The output of a Linen module, and the variables that it wrote."""
         mutable = [name for name in variables if name != "params"]
         return nn.apply(self.flax_call, module, mutable=mutable)(variables, *args, **kwargs)
@@ -212,17 +212,17 @@ def running(argument: str, what: str = RUN) -> Iterator[None]:
         raise ArgumentError(f"{argument} cannot be {what}: {described(error)}{hint}") from error
 
 
-def _is_module(value: Any) -> bool:
+def _is_module(value: object) -> bool:
     import torch
 
     return isinstance(value, torch.nn.Module)
 
 
-def _is_flax(value: Any) -> bool:
+def _is_flax(value: object) -> bool:
     return isinstance(value, nn.Module | nnx.Module)
 
 
-def _is_function(value: Any) -> bool:
+def _is_function(value: object) -> bool:
     return callable(value) and not isinstance(value, type)
 
 
@@ -277,11 +277,11 @@ def _dtypes(dtypes: Any) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: name != "float64"))
 
 
-def _steps(steps: Any) -> int:
+def _steps(steps: object) -> int:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ArgumentError(f"steps={steps!r}: expected the number of training steps, 1 or more")
     return steps
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return " ".join(repr(value).split())[:120]

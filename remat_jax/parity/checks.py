@@ -179,7 +179,7 @@ def statistics_check(before: Mapping[str, Any], reference: Arrays, candidate: Ar
     return [Check("batch statistics", False, "; ".join(texts))] if texts else []
 
 
-def _convention(before: Any, reference: Any, candidate: Any) -> tuple[float, float] | None:
+def _convention(before: np.ndarray, reference: np.ndarray, candidate: np.ndarray) -> tuple[float, float] | None:
     """p and q of `statistics_check`; None if the statistics agree, have fewer than three values, or no pair fits."""
     start, theirs, ours = (np.asarray(x, np.float64).reshape(-1) for x in (before, reference, candidate))
     if start.size < 3 or norm(theirs - ours) <= TOLERANCES["float64"].value * norm(theirs):
@@ -231,7 +231,7 @@ def weight_check(flax: Any, reference: Run, yardstick: Run, weights: Any, dtype:
     return Check(f"planted weight in {dtype}", differs or mended, result)
 
 
-def _chosen(flax: Any, weights: Any) -> list[str]:
+def _chosen(flax: Any, weights: Mapping[str, jax.Array]) -> list[str]:
     """Paths of the weights to try: the matrix of median norm and a few of larger norm; other arrays if there is no matrix."""
     paths = sorted(flax.trained, key=lambda path: (norm(weights[path]), path))
     matrices = [path for path in paths if weights[path].ndim > 1 and weights[path].size > 1]
@@ -239,7 +239,7 @@ def _chosen(flax: Any, weights: Any) -> list[str]:
     return [larger[place] for place in sorted({round(part * (len(larger) - 1)) for part in (0, 1 / 3, 2 / 3, 1)})]
 
 
-def _spoilt(weight: Any) -> tuple[Any, str]:
+def _spoilt(weight: jax.Array) -> tuple[jax.Array, str]:
     if weight.ndim > 1 and weight.shape[-1] == weight.shape[-2] and weight.shape[-1] > 1:
         return weight.swapaxes(-1, -2), "transposed"
     if weight.size > 1:

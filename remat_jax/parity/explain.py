@@ -102,7 +102,7 @@ def _masks(case: Case, torch_model: Any, dtype: str, step: TracedPass) -> Iterat
         yield Difference(path, f"a position where {which} is {shows[name]}", words[-sign], words[sign])
 
 
-def _shows(array: Any) -> int | None:
+def _shows(array: np.ndarray) -> int | None:
     """The number that marks a shown position, if an array may be a mask: 1, or 0 in an additive mask; else None.
 
     >>> _shows(np.array([True, False])), _shows(np.array([0.0, -np.inf])), _shows(np.array([0.5])), _shows(np.zeros(2))

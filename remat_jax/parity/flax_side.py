@@ -213,11 +213,11 @@ class FlaxSide:
         """
         classes: dict[str, type] = {}
 
-        def note_class(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        def note_class(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
             classes["/".join(context.module.path)] = type(context.module)
             return call(*args, **kwargs)
 
-        def named(leaves: Leaves, arrays: Leaves) -> Any:
+        def named(leaves: Leaves, arrays: Leaves) -> dict[str, Any]:
             return named_outputs(self._apply("float64", leaves, arrays)[0], "flax")
 
         leaves = shapes_in("float64", self._variables("float64").leaves)
@@ -250,7 +250,7 @@ class FlaxSide:
 
     # The compiled functions.
 
-    def _compiled_step(self, dtype: str, mode: str) -> Any:
+    def _compiled_step(self, dtype: str, mode: str) -> jax.stages.Compiled:
         """The compiled loss and its gradient in a mode, with the auxiliary results of `_loss`."""
         apply, loss = self.applied(mode), self._loss(dtype)
         gradient = jax.value_and_grad(apply(loss) if apply else loss, (0, 1), has_aux=True)

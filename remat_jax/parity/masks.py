@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from remat_jax.core.walk import bodies
 from remat_jax.identity import ByIdentity
@@ -160,7 +160,7 @@ class _Equations:
         fact_of: dict[Any, Fact] = dict(zip(jaxpr.jaxpr.invars, facts, strict=True))
         fact_of |= {var: _constant(value) for var, value in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)}
 
-        def of(atom: Any) -> Fact:
+        def of(atom: Var | Literal) -> Fact:
             return _constant(atom.val) if hasattr(atom, "val") else fact_of.get(atom, NOTHING)
 
         for eqn in jaxpr.jaxpr.eqns:
@@ -206,7 +206,7 @@ def torch_masks(run: Callable[[], Any], inputs: Mapping[str, Any], added: Collec
     signs: Signs = {}
     facts = ByIdentity((x, Fact({name: 1}, added=name in added)) for name, x in inputs.items())
 
-    def of(value: Any) -> Fact:
+    def of(value: object) -> Fact:
         if isinstance(value, torch.Tensor):
             fact = facts.get(value, NOTHING)
             # A tensor without a sign may still be a constant.

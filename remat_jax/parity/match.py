@@ -167,7 +167,7 @@ def _with_index(path: str) -> str:
     return re.sub(r"/(\d+)(?=/|$)", r"_\1", path)
 
 
-def read_mapping(mapping: Any, torch: Sequence[MatchedModule], flax: Sequence[MatchedModule]) -> dict[str, str | None]:
+def read_mapping(mapping: object, torch: Sequence[MatchedModule], flax: Sequence[MatchedModule]) -> dict[str, str | None]:
     """The user's mapping, checked."""
     if isinstance(mapping, str | Path):
         try:

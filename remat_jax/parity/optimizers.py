@@ -70,7 +70,7 @@ class OptimizerPair:
     name: str = "of your own"
 
 
-def as_optimizer(optimizer: Any) -> Optimizer | OptimizerPair | None:
+def as_optimizer(optimizer: object) -> Optimizer | OptimizerPair | None:
     """The optimizer that is given as None, a name, an `Optimizer`, or a pair as in `compare`."""
     if optimizer is None or isinstance(optimizer, Optimizer | OptimizerPair):
         return optimizer

@@ -108,7 +108,7 @@ class Recorder:
         return [call.path for call in self.calls]
 
     @contextmanager
-    def recording(self, model: Any) -> Iterator[None]:
+    def recording(self, model: linen.Module | nnx.Module) -> Iterator[None]:
         """Tap the calls of Linen modules or, if `model` is an NNX module, the calls of the modules that `tag` has tagged."""
         if isinstance(model, nnx.Module):
             classes = {type(node) for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)}
@@ -122,14 +122,14 @@ class Recorder:
         finally:
             differentiated.reset(token)
 
-    def _intercept(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    def _intercept(self, next_fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
         if context.method_name != "__call__":
             return next_fun(*args, **kwargs)
         return self.run(context.module, tuple(context.module.path), next_fun, args, kwargs)
 
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(module: Any, /, *args: Any, **kwargs: Any) -> Any:
             path = vars(module).get(_TAG)
             if path is None:
                 return original(module, *args, **kwargs)
@@ -145,7 +145,7 @@ def tag(model: nnx.Module) -> None:
             setattr(node, _TAG, "/".join(map(str, path)))
 
 
-def _parameters(module: Any) -> dict[str, jax.ShapeDtypeStruct]:
+def _parameters(module: linen.Module | nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes and dtypes of a module's own parameters."""
     if isinstance(module, nnx.Module):
         parameters = {name: value.get_value() for name, value in vars(module).items() if isinstance(value, nnx.Param)}
@@ -160,7 +160,7 @@ class _Variable(NamedTuple):
     write: Callable[[Any], None]
 
 
-def _writable(module: Any) -> dict[str, _Variable]:
+def _writable(module: linen.Module | nnx.Module) -> dict[str, _Variable]:
     """A module's own variables that a forward pass may write, by name, without parameters and RNG streams."""
     if isinstance(module, nnx.Module):
         variables = {name: each for name, each in vars(module).items() if isinstance(each, nnx.Variable)}
@@ -177,7 +177,7 @@ def _writable(module: Any) -> dict[str, _Variable]:
     }
 
 
-def _is_nnx_object(leaf: Any) -> bool:
+def _is_nnx_object(leaf: object) -> bool:
     return isinstance(leaf, nnx.Variable | nnx.Module)
 
 

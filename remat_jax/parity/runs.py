@@ -89,7 +89,7 @@ class Runs:
     def _total(self) -> int:
         return 3 + len(self.case.modes) * (len(self.case.dtypes) + 2)
 
-    def _leave_out_modes(self, side: str, blocks: Any) -> None:
+    def _leave_out_modes(self, side: str, blocks: tuple[type, ...]) -> None:
         """Leave out all modes but `off` if a model has no blocks, and say so; the runs of the other modes raise an error."""
         modes = [mode for mode in self.case.modes if mode != "off"]
         if blocks or not modes or "off" not in self.case.modes:

@@ -37,12 +37,12 @@ differentiated: ContextVar[set[Label] | None] = ContextVar("differentiated", def
 step_traced = compat.trace_context(0)
 
 
-def tap(x: Any, label: Label) -> Any:
+def tap(x: jax.Array, label: Label) -> jax.Array:
     """`x`, marked in the jaxpr; if `x` is differentiated, its cotangent is marked too."""
     return tap_p.bind(x, label=label, what="value")
 
 
-def _jvp(primals: Any, tangents: Any, *, label: Label, what: str) -> tuple[Any, Any]:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, label: Label, what: str) -> tuple[Any, Any]:
     (x,), (tangent,) = primals, tangents
     labels = differentiated.get()
     if labels is not None and type(tangent) is not rules.Zero:
@@ -51,7 +51,7 @@ def _jvp(primals: Any, tangents: Any, *, label: Label, what: str) -> tuple[Any, 
     return tap_p.bind(x, label=label, what=what), after
 
 
-def _transpose(cotangent: Any, _: Any, *, label: Label, what: str) -> list[Any]:
+def _transpose(cotangent: jax.Array | rules.Zero, _: object, *, label: Label, what: str) -> list[Any]:
     return [cotangent if type(cotangent) is rules.Zero else tap_p.bind(cotangent, label=label, what="cotangent")]
 
 
@@ -119,7 +119,7 @@ def _in_every_iteration(eqn: JaxprEqn, inside: list[TapVisit], depths: dict[tupl
     return [replace(visit, index=(turn, *visit.index)) for turn in _turns(eqn) for visit in looped]
 
 
-def _turns(scan: Any) -> range:
+def _turns(scan: JaxprEqn) -> range:
     """The iterations of a scan, in the order in which they run."""
     forwards = range(scan.params["length"])
     return forwards[::-1] if scan.params["reverse"] else forwards
@@ -160,7 +160,7 @@ def _scan(eqn: JaxprEqn, body: ClosedJaxpr, inputs: list[Any], visit: Visit) -> 
     return [*carry, *(jnp.stack(column) if _is_key(column[0]) else np.stack(column) for column in columns)]
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: jax.Array) -> bool:
     return bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended))
 
 
@@ -183,7 +183,7 @@ class Running:
         """The module path of the last call that has begun and not ended; "" outside of all calls."""
         return "/".join(self._paths[self._calls[-1]]) if self._calls else ""
 
-    def passes(self, tap: Any) -> None:
+    def passes(self, tap: JaxprEqn) -> None:
         """Visit a tap: a call begins at its first input tap, and ends at an output tap."""
         label = tap.params["label"]
         if label.role == "input" and label.call not in self._calls:
@@ -192,7 +192,7 @@ class Running:
             del self._calls[self._calls.index(label.call) :]
 
 
-def _body(eqn: JaxprEqn) -> Any | None:
+def _body(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The jaxpr that `eqn` evaluates once, or in every iteration, on the inputs of `eqn`; None if its taps are not read."""
     inside = bodies(eqn)
     fits = len(inside) == 1 and len(inside[0].in_avals) == len(eqn.invars)

@@ -224,7 +224,7 @@ def _refuse_spoilt(model: Any) -> None:
         )
 
 
-def _precisely(dtype: str) -> Any:
+def _precisely(dtype: str) -> contextlib.AbstractContextManager[Any]:
     """Prevent casts to float32 in float64 runs; other dtypes run unchanged."""
     return keep_float64() if dtype == "float64" else contextlib.nullcontext()
 

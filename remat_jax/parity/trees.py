@@ -15,12 +15,12 @@ from remat_jax.errors import ArgumentError
 from remat_jax.porting.tensors import as_numpy, as_torch, is_torch
 
 
-def is_floating(value: Any) -> bool:
+def is_floating(value: object) -> bool:
     """Whether a value is a NumPy or JAX array, or its abstract value, of a floating-point dtype, including bfloat16."""
     return hasattr(value, "dtype") and bool(jnp.issubdtype(value.dtype, jnp.floating))
 
 
-def named_outputs(result: Any, side: str) -> dict[str, Any]:
+def named_outputs(result: object, side: str) -> dict[str, Any]:
     """The arrays of an output by name: keys, fields and positions joined by dots, without None.
 
     >>> sorted(named_outputs({"logits": np.zeros(2), "states": (np.zeros(1), None)}, "flax"))
@@ -32,7 +32,7 @@ def named_outputs(result: Any, side: str) -> dict[str, Any]:
     return arrays
 
 
-def _named_arrays(value: Any, name: str, side: str) -> Iterator[tuple[str, Any]]:
+def _named_arrays(value: object, name: str, side: str) -> Iterator[tuple[str, Any]]:
     children = _children(value)
     if children is not None:
         for key, child in children.items():
@@ -46,11 +46,11 @@ def _named_arrays(value: Any, name: str, side: str) -> Iterator[tuple[str, Any]]
         )
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _children(value: Any) -> dict[Any, Any] | None:
+def _children(value: object) -> dict[Any, Any] | None:
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, tuple | list):
@@ -60,7 +60,7 @@ def _children(value: Any) -> dict[Any, Any] | None:
     return None
 
 
-def fields(value: Any, prefix: str = "") -> dict[str, Any]:
+def fields(value: object, prefix: str = "") -> dict[str, Any]:
     """The parts of an output that have a name, by name: keys, fields and the positions inside them, joined by dots.
 
     >>> sorted(fields({"logits": 1, "states": (2, {"last": 3})})), fields((1, 2)), fields(({"a": 1}, 2))
@@ -73,7 +73,7 @@ def fields(value: Any, prefix: str = "") -> dict[str, Any]:
     return {name: part for each in parts for name, part in each.items()}
 
 
-def in_order(value: Any) -> list[Any]:
+def in_order(value: object) -> list[Any]:
     """The arrays of an output, sorted by name if they have names: the frameworks order the keys of a dict differently.
 
     >>> in_order({"b": (np.ones(1), None), "a": np.zeros(1)})

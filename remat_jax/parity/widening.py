@@ -65,7 +65,7 @@ def _traced(case: Case, structure: Callable[[str], tuple[Any, Any]]) -> TracedPa
         return trace_step(module, shapes, inputs, call=case.traced_call(module), backward=False)
 
 
-def _refuse_dropout(module: Any, jaxpr: ClosedJaxpr) -> None:
+def _refuse_dropout(module: object, jaxpr: ClosedJaxpr) -> None:
     """Refuse an NNX model whose results depend on random numbers, and that has an active dropout."""
     if not isinstance(module, nnx.Module) or not draws_random_numbers(jaxpr):
         return

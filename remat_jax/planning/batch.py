@@ -57,9 +57,9 @@ class LargestBatch:
 
 def largest_batch(
     make_workload: Callable[[int], Workload],
-    budget: Any,
+    budget: str | float,
     target: str | Target,
-    host_budget: Any = None,
+    host_budget: str | float | None = None,
     *,
     start: int = 1,
     timeout: float = DEFAULT_TIMEOUT,
@@ -119,7 +119,7 @@ def largest_batch(
     return LargestBatch(batch, made, tuple(tried))
 
 
-def workload_maker(make_workload: Any) -> Callable[[int], Workload]:
+def workload_maker(make_workload: object) -> Callable[[int], Workload]:
     """`make_workload`, checked; the function that is returned raises ArgumentError if it gets no workload."""
     if not callable(make_workload):
         raise ArgumentError(f"make_workload={make_workload!r}: expected a function from a batch size to a workload")
@@ -133,7 +133,7 @@ def workload_maker(make_workload: Any) -> Callable[[int], Workload]:
     return workload
 
 
-def is_batch(size: Any) -> bool:
+def is_batch(size: object) -> bool:
     """Whether `size` is a batch size: a whole number from 1 to `MOST`."""
     return isinstance(size, Integral) and not isinstance(size, bool) and 1 <= int(size) <= MOST
 

@@ -136,9 +136,9 @@ class BatchTable:
 
 def batches(
     make_workload: Callable[[int], Workload],
-    budget: Any,
+    budget: str | float,
     target: str | Target,
-    host_budget: Any = None,
+    host_budget: str | float | None = None,
     *,
     batches: Iterable[int] | None = None,
     timeout: float = DEFAULT_TIMEOUT,

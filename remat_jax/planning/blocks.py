@@ -175,7 +175,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _MarkedCall:
-    eqn: Any
+    eqn: JaxprEqn
     mark: Mark
     live: tuple[bool, ...]
     sources: tuple[_Source, ...]

@@ -37,7 +37,7 @@ _STATE_ON_MESH = (
 )
 
 
-def budget_bytes(budget: Any, target: Target, argument: str = "budget") -> int:
+def budget_bytes(budget: str | float, target: Target, argument: str = "budget") -> int:
     """A budget of device memory on `target` in bytes, parsed by `device_amount`.
 
     Raises:
@@ -50,7 +50,7 @@ def budget_bytes(budget: Any, target: Target, argument: str = "budget") -> int:
     return device_amount(budget, target, argument, PlanningError)
 
 
-def host_budget_bytes(budget: Any) -> int | None:
+def host_budget_bytes(budget: str | float | None) -> int | None:
     """A budget of host memory in bytes; None means no limit, 0 means no host memory.
 
     Raises:
@@ -171,12 +171,12 @@ def _argument(name: str) -> str | None:
     return bare if bare in _ARGUMENTS or bare.startswith(ARGUMENT) else None
 
 
-def _sized(leaf: Any) -> bool:
+def _sized(leaf: jax.ShapeDtypeStruct) -> bool:
     # RNG keys have an extended dtype. They are small, so they are left out.
     return not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
 
 
-def _xla_shape(leaf: Any) -> str:
+def _xla_shape(leaf: jax.ShapeDtypeStruct) -> str:
     """The shape as XLA writes it.
 
     >>> _xla_shape(jax.ShapeDtypeStruct((2, 3), "bfloat16"))

@@ -54,7 +54,7 @@ def to_dict(plan: PlanData) -> dict[str, Any]:
     return {"version": VERSION, **values, "policies": policies, "model": dataclasses.asdict(plan.model), **derived}
 
 
-def _written(policy: Any) -> dict[str, Any]:
+def _written(policy: Policy | LayerPolicies) -> dict[str, Any]:
     """A policy as plain data: its runs of equal layers, and its groups of layers if there are any."""
     if isinstance(policy, Policy):
         return {"runs": [[None, policy.to_dict()]]}
@@ -97,7 +97,7 @@ def _refuse_constant(word: str) -> float:
     raise ValueError(f"{word} is not a JSON number")
 
 
-def _arguments(data: Any, workload: Workload | None, file: str) -> dict[str, Any]:
+def _arguments(data: object, workload: Workload | None, file: str) -> dict[str, Any]:
     if not isinstance(data, dict) or "version" not in data:
         raise _Malformed("it is not an object with a version")
     if type(data["version"]) is not int or data["version"] not in READ:
@@ -140,14 +140,14 @@ _Check = Callable[[Any, str], Any]
 """Converts a value of the file to the plan's value, or raises `_Malformed`; the second argument is the value's name."""
 
 
-def _text(value: Any, name: str) -> str:
+def _text(value: object, name: str) -> str:
     # Unprintable text could harm a terminal or a file.
     if not isinstance(value, str) or not value.isprintable():
         raise _Malformed(f"{name}={ascii(value)[:40]} is not a text of one line")
     return value
 
 
-def _count(value: Any, name: str, least: int = 0) -> int:
+def _count(value: object, name: str, least: int = 0) -> int:
     if type(value) is not int or not least <= value < _MOST:
         raise _Malformed(f"{name}={str(value)[:40]} is not an integer from {least} to 2¹²⁷")
     return value
@@ -156,21 +156,21 @@ def _count(value: Any, name: str, least: int = 0) -> int:
 _positive = functools.partial(_count, least=1)
 
 
-def _seconds(value: Any, name: str) -> float:
+def _seconds(value: object, name: str) -> float:
     # math.isfinite raises for an integer larger than any float. These comparisons do not, and they are false for NaN.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
         raise _Malformed(f"{name}={str(value)[:40]} is not a number of at least 0")
     return float(value)
 
 
-def _flag(value: Any, name: str) -> bool:
+def _flag(value: object, name: str) -> bool:
     if not isinstance(value, bool):
         raise _Malformed(f"{name}={value!r} is neither true nor false")
     return value
 
 
 def _one_of(words: Collection[str]) -> _Check:
-    def check(value: Any, name: str) -> str:
+    def check(value: object, name: str) -> str:
         if value not in tuple(words):
             raise _Malformed(f"{name}={ascii(value)[:40]} is none of {', '.join(words)}")
         return str(value)
@@ -178,7 +178,7 @@ def _one_of(words: Collection[str]) -> _Check:
     return check
 
 
-def _compiler_options(value: Any, name: str) -> dict[str, int | str]:
+def _compiler_options(value: object, name: str) -> dict[str, int | str]:
     """Accept only the options that a plan may have, because the options are passed to the compiler."""
     if not isinstance(value, dict) or set(value) - {*LIMIT_OPTIONS, GRAPHS}:
         others = ", ".join(map(repr, LIMIT_OPTIONS))
@@ -193,7 +193,7 @@ def _compiler_options(value: Any, name: str) -> dict[str, int | str]:
     return dict(value)
 
 
-def _list(value: Any, name: str) -> list[Any]:
+def _list(value: object, name: str) -> list[Any]:
     if not isinstance(value, list):
         raise _Malformed(f"{name}={str(value)[:40]} is not a list")
     return value
@@ -214,7 +214,7 @@ def _each(check: _Check) -> _Check:
 
 
 def _pair(first: _Check, second: _Check, where: str = "") -> _Check:
-    def check(value: Any, name: str) -> tuple[Any, Any]:
+    def check(value: object, name: str) -> tuple[Any, Any]:
         items = _items(value, 2, where or name)
         return first(items[0], name), second(items[1], name)
 
@@ -228,7 +228,7 @@ def _object(
     return lambda value, name: make(**_fields(value, checks, newer or {}, where))
 
 
-def _fields(data: Any, checks: Mapping[str, _Check], newer: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _fields(data: object, checks: Mapping[str, _Check], newer: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise _Malformed(f"{where} is not a JSON object")
     data = {**newer, **data}
@@ -241,12 +241,12 @@ def _fields(data: Any, checks: Mapping[str, _Check], newer: Mapping[str, Any], w
 # --- the parts of a plan ----------------------------------------------------------------------------------------------
 
 
-def _leaf(value: Any, name: str) -> tuple[str, tuple[int, ...], str]:
+def _leaf(value: object, name: str) -> tuple[str, tuple[int, ...], str]:
     path, shape, dtype = _items(value, 3, "a parameter of model")
     return _text(path, "path"), _each(_count)(shape, "shape"), _text(dtype, "dtype")
 
 
-def _key(value: Any, name: str) -> tuple[str, str, str]:
+def _key(value: object, name: str) -> tuple[str, str, str]:
     kind, block, module = (_text(item, "block") for item in _items(value, 3, "block"))
     if kind not in {"class", "function", "glob", *PARTS} or not block:
         raise _Malformed(f"block={value!r} is neither a class, a function nor a glob")
@@ -322,7 +322,7 @@ def _beyond(**given: Any) -> Beyond:
     return Beyond(**given)
 
 
-def _changes(value: Any, name: str) -> tuple[str, ...]:
+def _changes(value: object, name: str) -> tuple[str, ...]:
     """The changes of a plan, none more often than it can be made."""
     changes: tuple[str, ...] = _each(_one_of(CHANGES))(value, name)
     for change, times in Counter(changes).items():

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.core.walk import bodies, equations, given_names
@@ -52,7 +52,7 @@ def apart(flat: Flat, inside: frozenset[str]) -> tuple[Flat, frozenset[Array]]:
     return replace(flat, eqns=tuple(eqns)), inner_residuals
 
 
-def _has_other_work(loop: Any, inside: frozenset[str]) -> bool:
+def _has_other_work(loop: JaxprEqn, inside: frozenset[str]) -> bool:
     """Whether a loop's body has an equation that cannot fuse and that computes no array named in `inside`."""
     for eqn in flatten(compat.closed(loop.params["jaxpr"])).eqns:
         if eqn.primitive == "scan":

@@ -49,9 +49,9 @@ from remat_jax.workload import Workload
 @takes_steps
 def plan(
     workload: Workload,
-    budget: Any,
+    budget: str | float,
     target: str | Target,
-    host_budget: Any = None,
+    host_budget: str | float | None = None,
     *,
     allow: str | Iterable[str] = (),
     timeout: float = DEFAULT_TIMEOUT,
@@ -165,7 +165,7 @@ def _with_best_so_far(workload: Workload, planners: Sequence[_Planner]) -> Itera
         raise
 
 
-def _check(workload: Any, timeout: Any, target: Target) -> None:
+def _check(workload: object, timeout: float, target: Target) -> None:
     if not isinstance(workload, Workload):
         raise ArgumentError(f"workload={workload!r}: expected a remat_jax.Workload")
     check_timeout(timeout)

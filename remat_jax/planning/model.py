@@ -197,7 +197,7 @@ def _axes_of_arrays(tree: Any) -> tuple[tuple[str, int], ...]:
     return next((axes for sharding in shardings if isinstance(sharding, NamedSharding) and (axes := _axes(sharding.mesh))), ())
 
 
-def _axes(mesh: Any) -> tuple[tuple[str, int], ...]:
+def _axes(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> tuple[tuple[str, int], ...]:
     """(name, size) of each mesh axis with more than one device. Inside a `shard_map`, its axes are left out."""
     manual = getattr(mesh, "manual_axes", ())
     return tuple((str(axis), int(size)) for axis, size in mesh.shape.items() if size > 1 and axis not in manual)

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.core import BlockUnderPolicy, is_smooth
@@ -303,13 +303,13 @@ def _forward_cost(call: Call) -> Cost:
     return jaxpr_cost(jaxpr)
 
 
-def _passes(block: BlockUnderPolicy, call: Call) -> tuple[Any, Any]:
+def _passes(block: BlockUnderPolicy, call: Call) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     """Two closed jaxprs: from the block's inputs to its residuals, and from residuals and cotangents to gradients."""
     run, places = call.batched(block.checkpointed(prevent_cse=False)), [nth for nth, flag in enumerate(call.live) if flag]
     outputs = jax.eval_shape(run, *call.in_avals)
-    structure: Any = None
+    structure: jax.tree_util.PyTreeDef | None = None
 
-    def forward(*primals: Any) -> Any:
+    def forward(*primals: Any) -> list[Any]:
         def of_live(*changed: Any) -> list[Any]:
             return [out for out in of_some(run, primals, places)(*changed) if is_smooth(out)]
 

@@ -19,7 +19,7 @@ def takes_steps(function: Callable[..., R]) -> Callable[..., R]:
     """
 
     @functools.wraps(function)
-    def of_step(workload: Any, *given: Any, **options: Any) -> R:
+    def of_step(workload: object, *given: Any, **options: Any) -> R:
         if isinstance(workload, Workload) or not callable(workload):
             return function(workload, *given, **options)
         if "args" in options:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -67,7 +67,7 @@ class JittedStep:
         self._gradient, self._micro_batches = gradient, gradient.keywords["n"]
         self._jit, self._donates = jit, bool(jit["donate_argnums"])
         # A step is jitted again for other shardings, and for other leaves of the model that are no arrays.
-        self._jitted: dict[Any, Any] = {}
+        self._jitted: dict[Hashable, Any] = {}
 
     def __call__(self, *args: Any) -> Any:
         """Run one step."""
@@ -95,7 +95,7 @@ class JittedStep:
     def _placed(self, tree: Any, batch: Sequence[Any], offloads: bool) -> tuple[Any, Shardings]:
         return _placed(tree, batch, donated=self._donates, committed=offloads or self._offloads)
 
-    def _at(self, key: Any, tree: Any, jit: Callable[..., Any]) -> Any:
+    def _at(self, key: Hashable, tree: Any, jit: Callable[..., Any]) -> Any:
         """The result of `jit` (which takes the options of `jax.jit`) for this key; `tree` has the parameters and the state."""
         options = self._jit
         if options["compiler_options"] and any(map(compat.is_traced, jax.tree.leaves(tree))):
@@ -259,14 +259,14 @@ def _placed(tree: Any, batch: Sequence[Any], *, donated: bool, committed: bool) 
     return tree, () if mesh is None else tuple(shardings)
 
 
-def _divided_by_compiler(shardings: Sequence[Any]) -> Any:
+def _divided_by_compiler(shardings: Sequence[Any]) -> jax.sharding.Mesh | None:
     """The mesh of several devices that an array is on, if all its axes have the type Auto; else None."""
     meshes = (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1)
     mesh = next(meshes, None)
     return None if mesh is None or any(kind is not AxisType.Auto for kind in mesh.axis_types) else mesh
 
 
-def _committed(leaf: Any, sharding: Any) -> Any:
+def _committed(leaf: object, sharding: jax.sharding.Sharding | None) -> object:
     if not isinstance(leaf, jax.Array) or compat.is_traced(leaf) or (leaf.committed and leaf.sharding == sharding):
         return leaf
     return jax.device_put(leaf, sharding)
@@ -283,7 +283,7 @@ def _distinct(leaves: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _sharding(leaf: Any) -> Any:
+def _sharding(leaf: object) -> jax.sharding.Sharding | None:
     # Reading the sharding of a tracer is slow: it formats a long error first.
     return None if compat.is_traced(leaf) else getattr(leaf, "sharding", None)
 

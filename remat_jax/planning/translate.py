@@ -152,7 +152,7 @@ def policies_of(described: Described, candidate: StepCandidate) -> dict[marking.
     return {key: _one_or_many(key, policies, cuts[key]) for key, policies in layers.items()}
 
 
-def _one_or_many(key: marking.Block, layers: dict[int, Policy], cuts: list[int]) -> Any:
+def _one_or_many(key: marking.Block, layers: dict[int, Policy], cuts: list[int]) -> Policy | LayerPolicies:
     if sorted(layers) != list(range(len(layers))):
         raise PlanningError(f"block {block_name(key)!r}: its layers are {sorted(layers)}, expected 0 to {len(layers) - 1}")
     if len(set(layers.values())) == 1 and not cuts:

@@ -274,7 +274,7 @@ def is_by_layer(value: object) -> bool:
     return isinstance(value, LayerPolicies)
 
 
-def _checked_cuts(cuts: Any, layers: int) -> set[int]:
+def _checked_cuts(cuts: object, layers: int) -> set[int]:
     if not isinstance(cuts, Sequence) or isinstance(cuts, str):
         raise PolicyError(f"LayerPolicies: cuts={cuts!r}: expected the positions of the layers before which a scan is cut.")
     for cut in cuts:
@@ -283,7 +283,7 @@ def _checked_cuts(cuts: Any, layers: int) -> set[int]:
     return set(cuts)
 
 
-def _checked_run(run: Any) -> tuple[int, Policy]:
+def _checked_run(run: object) -> tuple[int, Policy]:
     if not isinstance(run, Sequence) or isinstance(run, str) or len(run) != 2:
         raise PolicyError(f"LayerPolicies: run={run!r}: expected a pair (layers, policy), as in (8, 'full').")
     count, policy = run
@@ -323,7 +323,7 @@ def _is_in_groups(text: str) -> bool:
     return _IN_GROUPS.fullmatch(text) is not None
 
 
-def _checked_groups(groups: Any, runs: Sequence[tuple[int, Any]], cuts: Iterable[int]) -> tuple[Group, ...]:
+def _checked_groups(groups: object, runs: Sequence[tuple[int, Any]], cuts: Iterable[int]) -> tuple[Group, ...]:
     """The groups, sorted.
 
     Raises:

@@ -48,7 +48,7 @@ def as_block_policy(value: Any, argument: str = "policy") -> Policy | JaxPolicy 
     return LayerPolicies.parse(value, argument) if is_by_layer(value) else as_policy(value, argument)
 
 
-def is_off(policy: Any) -> bool:
+def is_off(policy: object) -> bool:
     """Whether a policy is `off`, which means no checkpointing."""
     return isinstance(policy, Policy) and not policy.checkpoint
 

@@ -17,8 +17,8 @@ from jax.extend.core import ClosedJaxpr
 
 from remat_jax import compat
 from remat_jax.apply.audit import layers_text
+from remat_jax.apply.binding import bind_block
 from remat_jax.apply.per_layer.positions import Positions
-from remat_jax.apply.region import bind_block
 from remat_jax.core import StackRow, block_under_policy
 from remat_jax.core.marks import Block, mark_of, name_of
 from remat_jax.core.tied_chain import unlinked
@@ -96,7 +96,7 @@ def run_group(
     apart: bool,
     rows: Mapping[int, StackRow] | None = None,
 ) -> list[Any]:
-    """`function(*values)`, the layers of a group, under a checkpoint that keeps `values`. Options: see `region.bind_block`."""
+    """`function(*values)`, the layers of a group, under a checkpoint that keeps `values`. Options: see `binding.bind_block`."""
     with unlinked():
         jaxpr, consts = compat.hoist_consts(jax.make_jaxpr(function)(*values))
     block = block_under_policy(jaxpr, FULL, "", [False] * len(jaxpr.in_avals))
@@ -218,7 +218,7 @@ class RoundGroups:
         self.whole |= dict.fromkeys(range(start, end), (start, end))
         self.groups.setdefault((start, end), set()).add((block, group))
 
-    def like(self, index: int) -> Any:
+    def like(self, index: int) -> object:
         """A key that is equal for two iterations if they may share a segment.
 
         Then both iterations are in groups of equal length (0 without a group), and the groups inside them have the same calls.
@@ -240,7 +240,7 @@ class RoundGroups:
 
 
 def scan_of_groups(
-    one_round: Any, carry: list[Any], stacks: list[Any], length: int, apart: bool, options: dict[str, Any]
+    one_round: Callable[..., Any], carry: list[Any], stacks: list[Any], length: int, apart: bool, options: dict[str, Any]
 ) -> tuple[list[Any], list[Any]]:
     """Scan over groups of `length` iterations. Each group is a scan under a checkpoint.
 

@@ -35,9 +35,9 @@ class _Program:
       resolved: the same program with policies in place of the marks.
     """
 
-    settings: Any
+    settings: object
     marked: Original
-    resolved: Any
+    resolved: ClosedJaxpr
     counts: Counter[Block]
     audit: Audit
 
@@ -65,7 +65,7 @@ def evaluate(
     return compat.jaxpr_function(program.resolved)(*consts, *args), program.counts
 
 
-def _resolved(jaxpr: ClosedJaxpr, blocks: frozenset[Block], settings: Any) -> _Program:
+def _resolved(jaxpr: ClosedJaxpr, blocks: frozenset[Block], settings: object) -> _Program:
     audit, counts = Audit(), []
 
     def resolve(*args: Any) -> list[Any]:

@@ -15,10 +15,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from remat_jax import compat
 from remat_jax.apply.audit import Audit
+from remat_jax.apply.binding import bind_block
 from remat_jax.apply.per_layer.groups import FULL, EquationGroup, Groups, in_parts, run_group
 from remat_jax.apply.per_layer.positions import Positions, checked_counts, count, count_in, marks
 from remat_jax.apply.per_layer.runs import Cut, Segment, Spans, is_opened
-from remat_jax.apply.region import bind_block
 from remat_jax.core import StackRow, block_under_policy
 from remat_jax.core.marks import Block, Mark, bind_mark, mark_of, vmapped
 from remat_jax.core.shared import note_loop_inputs
@@ -225,7 +225,7 @@ class _Resolver:
         """Evaluate any other equation with blocks inside, such as a call, a branch or a `while` loop."""
         around = around.inside(looped=eqn.primitive.name == "while")
 
-        def inside(_: str, body: ClosedJaxpr) -> Any:
+        def inside(_: str, body: ClosedJaxpr) -> ClosedJaxpr:
             here = around if is_differentiated(eqn, body) else replace(around, idle=True)
             return retrace(body, lambda *args: self.run(body, args, at.copy(), here))
 

@@ -76,7 +76,7 @@ class Cut:
             (block, policy) for block, policy in policies.items() if block in self.each and isinstance(policy, LayerPolicies)
         ]
 
-        def segment_key(index: int) -> Any:
+        def segment_key(index: int) -> object:
             """A key that is equal for two iterations if they have equal policies, the same cuts before them, and equal groups
             (`RoundGroups.like`)."""
             policies_and_cuts = []
@@ -138,14 +138,14 @@ class Cut:
         rounds, reverse = self.eqn.params["length"], self.eqn.params["reverse"]
         low, high = (rounds - segment.end, rounds - segment.first) if reverse else (segment.first, segment.end)
 
-        def one_round(carry: list[Any], index_and_slices: Any) -> tuple[list[Any], list[Any]]:
+        def one_round(carry: list[Any], index_and_slices: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
             index, slices = index_and_slices
             with_stack = zip(slices, stacks, strict=True)
             rows = ByIdentity((row, StackRow(stack, index)) for row, (_, stack) in with_stack if stack is not None)
             outputs = run_round([*fixed, *carry, *slices], segment, rows, spans)
             return outputs[: len(carry)], outputs[len(carry) :]
 
-        def cut(stack: Any) -> Any:
+        def cut(stack: jax.Array) -> jax.Array:
             # JAX would save a slice of full length as another array.
             return stack if (low, high) == (0, rounds) else jax.lax.slice_in_dim(stack, low, high)
 
