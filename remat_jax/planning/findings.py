@@ -28,8 +28,8 @@ KINDS = {
 """The kinds of findings."""
 SEVERITIES = ("info", "warning")
 CUT = (
-    "Some layers under one policy are in scans of their own: XLA runs a single layer without a loop, and allocates all gradients "
-    "of a scan together"
+    "Some layers under one policy are in scans of their own: XLA runs a scan of one layer without a loop, and allocates the "
+    "gradients of a scan together"
 )
 FITS_WITH_CUBLAS = "whether the step fits if XLA chooses cuBLAS for the matmuls"
 
