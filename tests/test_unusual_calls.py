@@ -274,3 +274,31 @@ def test_another_flag_is_another_call() -> None:
     under(WEIGHTS, X, np.array(True))
     with pytest.raises(BlockError, match="never called"):
         under(WEIGHTS, X, np.array(False))
+
+
+@pytest.mark.parametrize("name", ["clone", "function", "groups", "inner", "module", "parameters", "rngs", "variables"])
+def test_an_argument_of_a_block_may_have_any_name(name: str) -> None:
+    """These are names of remat_jax's own parameters."""
+    scaled = rj.block(lambda params, x, **scales: layer(params, x) * scales[name])
+
+    class OfNNX(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(jnp.asarray(WEIGHTS["w"]))
+
+        def __call__(self, **scales: float) -> Any:
+            return jnp.sin(X @ self.w[...]) * scales[name]
+
+    class OfLinen(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any, **scales: float) -> Any:
+            return jnp.sin(nn.Dense(6)(x)) * scales[name]
+
+    linen = nn.Sequential([lambda x: OfLinen(name="block")(x, **{name: 2.0})])
+    losses: list[tuple[Any, Callable[..., Any], Any]] = [
+        (scaled, lambda params: jnp.sum(scaled(params, X, **{name: 2.0})), WEIGHTS),
+        (OfNNX, lambda model: jnp.sum(model(**{name: 2.0})), OfNNX()),
+    ]
+    if name != "module":  # Flax's interceptors have an argument of this name
+        losses.append((OfLinen, lambda params: jnp.sum(linen.apply(params, X)), linen.init(jax.random.key(0), X)))
+    for block, loss, params in losses:
+        assert_same(nnx.grad(rj.checkpoint_blocks(loss, {block: "full"}))(params), nnx.grad(loss)(params))
