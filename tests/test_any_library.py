@@ -291,5 +291,7 @@ def test_a_plan_of_a_marked_function_is_a_file(tmp_path, monkeypatch):
     plan.save(tmp_path / "plan.json")
     assert rj.Plan.load(tmp_path / "plan.json", workload).policies == plan.policies
     assert rj.Plan.load(tmp_path / "plan.json").policies == plan.policies
+    text = (tmp_path / "plan.json").read_text().replace("layer_function", "another_function")
+    (tmp_path / "other.json").write_text(text)
     with pytest.raises(PlanningError, match="no function of that name is loaded"):
         rj.Plan.load(tmp_path / "other.json")
