@@ -22,7 +22,7 @@ from examples.models import linen
 from examples.models import weights as w
 from parity_tests import support as s
 from parity_tests.sharded_rank import modes
-from tests.test_processes import free_port
+from tests.test_train_anywhere import free_port
 
 KIND, RANKS = "ByteDecoder", 2
 ROOT = Path(__file__).resolve().parents[1]

@@ -33,8 +33,6 @@ POLICIES: dict[str, Any] = {
 BY_SEQUENCE: dict[str, Any] = {"mesh": {"data": 2, "sequence": 4}, "over": P("data", "sequence"), "of_params": P()}
 """Partitions the positions of a sequence over four devices and the batch over two; parameters are replicated."""
 OF_SEQUENCE = ("offload_inputs", "dots")
-BY_FEATURES = ("offload_dots", "layers")
-"""The policies beside those of `two_processes.MODES`."""
 
 
 def small_llama(
@@ -94,7 +92,7 @@ def main(path: str) -> None:
     for place, leaf in enumerate(jax.tree.leaves(jax.jit(alone.step("off").function)(*given))):
         arrays[f"alone/{place}"] = leaf
     divided, by_sequence = small_llama(MESH, **settings), small_llama(**BY_SEQUENCE, **settings)
-    cases = {name: (divided, name) for name in BY_FEATURES} | {f"sequence {name}": (by_sequence, name) for name in OF_SEQUENCE}
+    cases = {name: (divided, name) for name in POLICIES} | {f"sequence {name}": (by_sequence, name) for name in OF_SEQUENCE}
     for name, (job, policy) in cases.items():
         step = job.step(POLICIES[policy])
         mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(job.mesh.axis_sizes), job.mesh.axis_names)

@@ -9,7 +9,7 @@ from remat_jax.planning.findings import PlanFinding
 from remat_jax.planning.model import Model
 from remat_jax.planning.plan import Plan
 from remat_jax.planning.plan_data import LayerRow, Part, Point
-from remat_jax.policy import LayerPolicies, Policy
+from remat_jax.policy import LayerPolicies, Policy, as_block_policy
 
 MIB = 2**20
 
@@ -73,3 +73,10 @@ def plan(**changes):
         "lower_bound": 0.0124,
     }
     return Plan(**{**values, **changes})
+
+
+def plan_of(job, policy="1 x full | 1 x dots", **changes):
+    """A plan of the workload that no search made."""
+    policies = dict.fromkeys(job.blocks, as_block_policy(policy))
+    changes = {"compiler_options": {}, "host_bytes": 0, **changes}
+    return plan(policies=policies, workload=job.name, model=Model.of(job), **changes)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 import remat_jax as rj
+from tests.small_models import in_a_scan
 
 LAYERS, WIDTH = 6, 32
 
@@ -35,14 +36,11 @@ class MlpStack(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        if not self.scanned:
-            for index in range(self.layers):
-                x = MlpLayer(self.activation, name=f"layers_{index}")(x)
-            return x
-        scan = nn.scan(
-            lambda layer, x, _: (layer(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
-        )
-        return scan(MlpLayer(self.activation, name="layers"), x, None)[0]
+        if self.scanned:
+            return in_a_scan(MlpLayer(self.activation, name="layers"), x, self.layers)
+        for index in range(self.layers):
+            x = MlpLayer(self.activation, name=f"layers_{index}")(x)
+        return x
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import remat_jax as rj
 from examples.models import linen
 from remat_jax.cost.count import flops
 from remat_jax.hardware.rates import Rates
+from tests.small_models import in_a_scan
 
 RATES = Rates({"tensorfloat32": 1e9, "float32": 1e8}, 1e8, 1e6, 2e6, 0.5)
 WIDTH, ROWS = 8, 4
@@ -31,14 +32,11 @@ class Model(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
         x = nn.Dense(WIDTH, name="first")(x)
-        if not self.scan:
-            for index in range(self.layers):
-                x = Layer(name=f"layers_{index}")(x)
-            return x
-        scan = nn.scan(
-            lambda layer, x, _: (layer(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
-        )
-        return scan(Layer(name="layers"), x, None)[0]
+        if self.scan:
+            return in_a_scan(Layer(name="layers"), x, self.layers)
+        for index in range(self.layers):
+            x = Layer(name=f"layers_{index}")(x)
+        return x
 
 
 @functools.cache

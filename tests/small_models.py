@@ -60,6 +60,13 @@ class Attention(nn.Module):
         return x + Linear(4, name="out")(scores / scores.sum(-1, keepdims=True) @ v)
 
 
+def in_a_scan(block: nn.Module, x: Any, length: int) -> Any:
+    """`length` blocks with parameters and random numbers of their own."""
+    split = {"params": True, "dropout": True}
+    scan = nn.scan(lambda block, x, _: (block(x), None), variable_axes={"params": 0}, split_rngs=split, length=length)
+    return scan(block, x, None)[0]
+
+
 class Stack(nn.Module):
     """`layers` blocks, unrolled or scanned."""
 
@@ -69,14 +76,11 @@ class Stack(nn.Module):
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        if not self.scanned:
-            for index in range(self.layers):
-                x = self.block(name=f"layer_{index}")(x)
-            return x
-        scan = nn.scan(
-            lambda block, x, _: (block(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
-        )
-        return scan(self.block(name="layers"), x, None)[0]
+        if self.scanned:
+            return in_a_scan(self.block(name="layers"), x, self.layers)
+        for index in range(self.layers):
+            x = self.block(name=f"layer_{index}")(x)
+        return x
 
 
 class NnxMlp(nnx.Module):

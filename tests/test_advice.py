@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import remat_jax as rj
 from remat_jax import compat
-from remat_jax.core.softmax_products import SoftmaxProduct, softmax_products
+from remat_jax.core.softmax_products import softmax_products
 from remat_jax.diagnosis.beyond import compiled_advice
 from remat_jax.errors import InfeasibleBudget
 from remat_jax.hardware import target as target_named
@@ -27,8 +27,6 @@ from remat_jax.memory.advice import (
     STATE,
     Advice,
     micro_batches_divide,
-    sums_of_heads,
-    undonated_arguments,
 )
 from tests.workloads import struct
 
@@ -134,18 +132,6 @@ def test_a_head_in_chunks() -> None:
     assert rj.measure(before, "full", "cpu").advice == ()
 
 
-def test_one_narrow_array_is_summed_in_float32_for_each_head() -> None:
-    def head(classes: int, is_head: bool = True) -> SoftmaxProduct:
-        return SoftmaxProduct(is_head, (8, classes), "", "", 8 * classes, classes)
-
-    sizes = (1000, jnp.bfloat16), (50, jnp.bfloat16), (1000, jnp.float32)
-    embedding, small, wide = (struct(rows, 16, dtype=dtype) for rows, dtype in sizes)
-    tied = {"embedding": embedding, "head": embedding, "other": small}
-    assert sums_of_heads(tied, [head(1000), head(1000)]) == 2 * 1000 * 16
-    assert sums_of_heads(tied, [head(1000), head(50)]) == 2 * 1000 * 16 + 2 * 50 * 16
-    assert sums_of_heads(tied, [head(1000, is_head=False)]) == sums_of_heads(wide, [head(1000)]) == 0
-
-
 def test_the_gradient_of_a_head_that_is_as_large_as_its_logits_stays() -> None:
     """As many tokens as features: the logits have the shape of the parameters, whose gradient no chunk makes smaller."""
     shape = {"vocabulary": 8192, "rows": 1, "length": WIDTH, "optimizer": None, "dtype": jnp.float32}
@@ -170,26 +156,6 @@ def test_attention_in_a_kernel() -> None:
     advice = assert_mended(before, after, SCORES, 0.1)
     assert "[4, 2, 512, 512]" in advice.why and "dot_product_attention" in advice.how
     assert_compiled_as(before, after, SCORES, "h200")
-
-
-def test_what_is_not_donated_is_known_without_a_trace() -> None:
-    traces = []
-
-    def loss(params: Any, x: Any) -> Any:
-        traces.append(x)
-        return jnp.sum(params["w"] * x)
-
-    def undonated(**options: Any) -> tuple[int, ...]:
-        shape = jax.ShapeDtypeStruct((4,), jnp.float32)
-        work = rj.Workload(loss, {"w": shape}, (shape,), Block, **options)
-        traces.clear()
-        return undonated_arguments(work)
-
-    assert undonated(optimizer=optax.adam(0.1), donate=False) == (0, 1)
-    assert undonated(optimizer=optax.sgd(0.1), donate=False) == (0,), "its state has no arrays"
-    assert undonated(optimizer=optax.adam(0.1)) == ()
-    assert undonated(donate=False) == (), "without an optimizer the result is a gradient"
-    assert not traces
 
 
 def test_the_doctor_compiles_what_it_advises() -> None:
@@ -304,16 +270,6 @@ def test_what_is_a_head_and_what_are_scores_follows_from_the_data(name: str) -> 
     function, shapes, expected = PRODUCTS[name]
     products = softmax_products(jax.make_jaxpr(function)(*(struct(*shape) for shape in shapes)))
     assert {(product.is_head, product.shape) for product in products} == expected
-
-
-def test_flaxs_attention_is_offered_a_kernel_without_dropout() -> None:
-    model, x, key = nn.MultiHeadDotProductAttention(2, dropout_rate=0.5), jnp.ones((2, 16, 8)), jax.random.key(0)
-
-    def loss(x: Any, deterministic: bool) -> Any:
-        return model.init_with_output({"params": key, "dropout": key}, x, deterministic=deterministic)[0].sum()
-
-    found = [softmax_products(jax.make_jaxpr(functools.partial(loss, deterministic=flag))(x)) for flag in (False, True)]
-    assert list(map(len, found)) == [0, 1]
 
 
 def test_a_head_whose_last_logits_the_loss_drops_is_found() -> None:

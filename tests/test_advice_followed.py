@@ -168,13 +168,8 @@ def test_donated_arguments_as_they_are_advised_for_each_jit(kind: str) -> None:
     jit = {"nnx.jit": nnx.jit, "equinox.filter_jit": equinox.filter_jit}[kind]
     before = rj.Workload.from_step(jit(update), *arguments, blocks="scans")
     need, advice = advised(before, "off")
-    how = {
-        "nnx.jit": "donate_argnums=(0, 1) in the step's nnx.jit: params and state",
-        "equinox.filter_jit": 'donate="all" in the step\'s equinox.filter_jit, which also donates x: '
-        "give it new arrays at each call",
-    }
-    assert advice[DONATION].how == how[kind]
     options = {"donate": "all"} if kind == "equinox.filter_jit" else {"donate_argnums": (0, 1)}
+    assert all(f"{name}={value!r}".replace("'", '"') in advice[DONATION].how for name, value in options.items())
     after = rj.Workload.from_step(jit(update, **options), *arguments, blocks="scans")
     (compiled,) = (each for each in rj.doctor(before, "off", "h200").advice if each.what == DONATION)
     assert compiled.compiled and compiled.bytes == pytest.approx(advice[DONATION].bytes, rel=0.2)

@@ -184,20 +184,6 @@ def test_only_floating_point_arrays_are_parameters():
     assert rj.residuals(shapes, "full").device_bytes == rj.residuals(workload, "full").device_bytes
 
 
-def test_own_checkpoints_give_way():
-    class Wrapped(Model):
-        def __call__(self, x):
-            for layer in self.layers:
-                x = eqx.filter_checkpoint(layer)(x)
-            return jax.vmap(self.head)(x)
-
-    model, x = Wrapped(jax.random.key(0)), jnp.ones(X)
-    assert products(loss, model, x) == products(loss, Model(jax.random.key(0)), x) + 8 * LAYERS
-    dots = rj.checkpoint_blocks(loss, {Block: "dots"})
-    assert products(dots, model, x) == products(loss, Model(jax.random.key(0)), x)
-    assert job(Wrapped).replaced_checkpoints == LAYERS
-
-
 # --- plain pytrees and functions --------------------------------------------------------------------------------------
 
 
@@ -266,12 +252,6 @@ def test_functions_pytrees_and_regions_are_blocks(style, scan, policy, x64):
     assert offered == (LAYERS - 1 if style == "checkpoints" and not scan else LAYERS) * 4 * WIDTH * 8
 
 
-def of_function(style):
-    layers = [weights(seed) for seed in range(LAYERS)]
-    block, layer = STYLES[style]
-    return rj.Workload(run(layer, False), layers, (jax.ShapeDtypeStruct((512, WIDTH), jnp.float32),), block)
-
-
 def test_a_marked_function_under_vmap_is_a_block():
     def loss(weights, x):
         return jnp.sum(jax.vmap(layer_function, in_axes=(None, 0))(weights, x) ** 2)
@@ -305,7 +285,8 @@ def test_marks_say_what_they_need():
 
 def test_a_plan_of_a_marked_function_is_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "MOST_COMPILED", 3)
-    workload = of_function("function")
+    layers, x = [weights(seed) for seed in range(LAYERS)], jax.ShapeDtypeStruct((512, WIDTH), jnp.float32)
+    workload = rj.Workload(run(layer_function, False), layers, (x,), layer_function)
     plan = rj.plan(workload, rj.measure(workload, "dots", "cpu").device_bytes, "cpu")
     plan.save(tmp_path / "plan.json")
     assert rj.Plan.load(tmp_path / "plan.json", workload).policies == plan.policies

@@ -64,17 +64,13 @@ def test_the_attached_gpu_is_one_of_the_targets(monkeypatch: pytest.MonkeyPatch)
     assert (attached.name, attached.attached, h100.attached) == ("attached", True, False)
     assert (attached.compiler_description, attached.memory_bytes) == (h100.compiler_description, h100.memory_bytes)
     find_attached_with(lambda: "NVIDIA Unheard Of")
-    with pytest.raises(
-        TargetError, match="the attached GPU is 'NVIDIA Unheard Of', but no table describes it; the names are cpu, h200"
-    ):
+    with pytest.raises(TargetError, match="the attached GPU is 'NVIDIA Unheard Of', but .* the names are cpu, h200"):
         target("attached")
 
 
 def test_without_a_gpu_it_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "PLATFORM", "no such platform")
-    with pytest.raises(
-        TargetError, match=r"no GPU on this machine \(.*no such platform.*Name a target instead, such as 'h200'"
-    ):
+    with pytest.raises(TargetError, match=r"no GPU on this machine \(.*no such platform.*such as 'h200'"):
         target("attached")
 
 
@@ -117,27 +113,12 @@ def test_arguments_of_any_type_are_made(on_the_cpu: pathlib.Path) -> None:
     assert devices.measured_peak(exported, 60) == 16 * (sum(sizes) + 8 + 16) + 2 * 8
 
 
-def test_numbers_are_finite_and_whole_ones_small(on_the_cpu: pathlib.Path) -> None:
-    """Each fault would change the program: an index out of range, or zeros everywhere."""
-    ints, floats = jax.ShapeDtypeStruct((70_000,), jnp.int32), jax.ShapeDtypeStruct((70_000,), jnp.bfloat16)
-
-    def step(ints: Any, floats: Any) -> Any:
-        bad = (ints < 0) | (ints > 1) | ~jnp.isfinite(floats) | (jnp.abs(floats) > 1)
-        both = (ints.sum() > 30_000) & (ints.sum() < 40_000) & (floats.astype(jnp.float32).std() > 0.01)
-        # It has as many rounds as faults, and would not end.
-        return jax.lax.while_loop(lambda state: state[0] > 0, lambda state: state, (bad.sum() + ~both, jnp.float32(0)))[1]
-
-    assert devices.measured_peak(program(step, ints, floats), 60) == 4
-
-
 def test_without_a_count_and_with_a_fault_there_is_no_figure(monkeypatch, on_the_cpu, tmp_path):
     exported = program(lambda x: x + 1.0, jax.ShapeDtypeStruct((4,), jnp.float32))
     lower = on_the_cpu.read_text().replace("sum(one.nbytes", "1000 - sum(one.nbytes")
     (tmp_path / "falls.py").write_text(lower)
     monkeypatch.setattr(devices, "CHILD", tmp_path / "falls.py")
-    with pytest.raises(
-        CompileError, match=r"running on target='attached': the device refused .*compiling used more device memory .1000 bytes"
-    ):
+    with pytest.raises(CompileError, match="target='attached': .*compiling used more device memory .1000 bytes"):
         devices.measured_peak(exported, 60)
     monkeypatch.undo()
     monkeypatch.setattr(devices, "PLATFORM", "cpu")

@@ -12,12 +12,8 @@ import pytest
 from benchmarks import figures
 from benchmarks.clusters import __main__ as command
 from benchmarks.clusters import cases
-from benchmarks.gpu import kernels
-from benchmarks.gpu.__main__ import main as steps_command
-from benchmarks.gpu.modes import main as modes_command
 from benchmarks.record import ROOT
 from examples.others import __main__ as gallery
-from examples.others import equinox_decoder
 from remat_jax.hardware import target
 
 
@@ -40,52 +36,6 @@ def test_every_recorded_result_holds_what_the_benchmark_claims(capsys):
     note = (ROOT / "docs" / "notes" / "clusters.md").read_text(encoding="utf-8")
     assert all(line.rstrip() in note for line in shown.splitlines()), "the note has the table that the command prints"
     assert {row["case"] for path in files for row in json.loads(path.read_text(encoding="utf-8"))["rows"]} >= {"8b", "70b"}
-
-
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-STEPS = RESULTS / "2026-11-26-h200-jax0.11.2.json"
-
-
-def test_the_tables_of_the_note_come_from_the_recorded_files(capsys: pytest.CaptureFixture[str]) -> None:
-    of_kernels = [str(RESULTS / f"2026-11-26-h200-{name}-jax0.11.2.json") for name in ("kernels", "plans-kernels")]
-    assert steps_command(["--show", str(STEPS)]) == steps_command(["--show", str(STEPS), "--errors"]) == 0
-    assert kernels.main(["--show", *of_kernels]) == kernels.main(["--show", *of_kernels, "--kinds"]) == 0
-    assert modes_command(["--show", str(RESULTS / "2026-11-26-h200-jax0.11.2-modes.json")]) == 0
-    printed = capsys.readouterr().out
-    for line in (
-        "| scanned, full |  | 8.45 | 8.48 | 110.21 | 106.44 | 119.95 | 1.02 |",
-        "| rank correlation of estimated and measured seconds | 0.99 | 0.99 |",
-        "| scanned, plan for 11 GB, graphs without slice copies | 102.2 | 98.8 | 116.1 | 108.3 | 0.93 |",
-        "| reduce, Triton | 219.0 | 147.0 |",
-        "jax/unrolled/offload             -         3.99         4.05     0.27     56.9   1.30",
-    ):
-        assert line in printed
-    with pytest.raises(SystemExit):
-        kernels.main([])
-
-
-FIGURES = re.compile(r"^(.+?): ([\d.]+) MiB", re.MULTILINE)
-
-
-def test_the_example_of_an_installed_library(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["equinox_decoder", "--small", "--target", "cpu", "--budget", "24 MiB"])
-    equinox_decoder.main()
-    printed, errors = capsys.readouterr()
-    assert errors == ""
-
-    sizes = {name: float(size) for name, size in FIGURES.findall(printed)}
-    assert list(sizes) == ["off", "full", "dots_with_no_batch_dims", "plan within 24 MiB"]
-    assert sizes["full"] < sizes["dots_with_no_batch_dims"] < sizes["plan within 24 MiB"] <= 24 < sizes["off"]
-    wall, first = re.findall(r"found in (\d+) s, the first answer that fits after (\d+) s", printed)[0]
-    assert int(first) <= int(wall)
-    best = r"^  best named policy that fits: dots, 2[23]\.\d\d MiB, estimated [\d.]+ ms$"
-    assert re.search(best, printed, re.MULTILINE)
-
-    steps = re.findall(r"a step of a small one (.+): loss ([\d.]+), parameters changed by ([\d.]+)", printed)
-    assert [name for name, *_ in steps] == ["as written", "under full", "under its plan, Layer in one run of 4"]
-    assert len({tuple(figures) for _, *figures in steps}) == 1 and float(steps[0][2]) > 0.01
-    # At initialisation the loss is the logarithm of 512 words, 6.24.
-    assert float(printed.split()[-1]) < 3
 
 
 def test_the_table_is_what_the_files_say_that_they_printed() -> None:

@@ -50,21 +50,6 @@ def test_copies_hide_as_far_as_both_take_less_than_one_after_the_other(monkeypat
     assert module.link_rates(device, 0.1) == (size / 4, size / 2, 0.5)
 
 
-def test_fastest_is_the_best_of_several_long_enough_runs(monkeypatch):
-    now = [0.0]
-    calls = []
-
-    def run():
-        # The second call is the fastest; the first call, outside any timed run, compiles.
-        now[0] += [0.03, 0.01, 0.02][min(len(calls), 2)]
-        calls.append(1)
-        return jnp.zeros(())
-
-    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
-    assert module.fastest(run) == pytest.approx(0.02)
-    assert len(calls) == 1 + 1 + 3 * 5
-
-
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     """The output and the file of the command, run once and quickly."""

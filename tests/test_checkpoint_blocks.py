@@ -280,21 +280,6 @@ def test_in_evaluation_nothing_is_computed_again_or_moved() -> None:
         assert "optimization_barrier" not in lowered and "pinned_host" not in lowered
 
 
-def test_many_layers_are_traced_once_each() -> None:
-    calls = []
-
-    class Counted(Mlp):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            calls.append(self.name)
-            return super().__call__(x)
-
-    loss, params, x = make_loss(Counted, layers=12)
-    calls.clear()
-    jax.make_jaxpr(jax.grad(full(loss)))(params, x)
-    assert len(calls) == 12
-
-
 class Uncalled:
     """A class without `__call__`."""
 

@@ -18,7 +18,7 @@ from flax import nnx
 import remat_jax as rj
 from remat_jax import compat
 from remat_jax.apply.per_layer import kept_programs
-from tests.small_models import Linear, Mlp, NnxCounted, assert_bit_equal, assert_same, make_loss, to_host, values
+from tests.small_models import Linear, Mlp, NnxCounted, assert_bit_equal, assert_same, in_a_scan, make_loss, to_host, values
 
 MIXED = "1 x full | 2 x dots"
 _compiled: list[str] = []
@@ -53,9 +53,7 @@ class Model(nn.Module):
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        split = {"params": True, "dropout": True}
-        scan = nn.scan(lambda block, x, _: (block(x), None), variable_axes={"params": 0}, split_rngs=split, length=2)
-        return scan(Gated(), Gated()(x), None)[0]
+        return in_a_scan(Gated(), Gated()(x), 2)
 
 
 def test_a_second_call_compiles_nothing() -> None:

@@ -311,13 +311,6 @@ def test_remat_decorates_a_linen_method() -> None:
     assert_same(*(jax.jit(gradient)(*arguments) for gradient in gradients), 1e-6)
 
 
-def test_a_method_in_a_workload() -> None:
-    loss, (params, x) = coder_case(LinenCoder)
-    job = rj.Workload(loss, params, (x,), (LinenCoder.encode, LinenCoder.decode), has_aux=True)
-    names = [row.name for row in rj.residuals(job, "dots").rows]
-    assert {"LinenCoder.encode/up:dot_general#0", "LinenCoder.decode/up:dot_general#0"} <= set(names)
-
-
 @pytest.mark.parametrize(
     ("block", "message"),
     [

@@ -190,50 +190,6 @@ def with_dropout() -> rj.Workload:
     return rj.Workload(lambda p, x, key: model.apply(p, x, rngs={"dropout": key}).sum(), params, (x, key), Block)
 
 
-def half_precision() -> rj.Workload:
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            return x + nn.Dense(4, dtype=jnp.bfloat16)(nn.gelu(nn.Dense(16, dtype=jnp.bfloat16)(x)))
-
-    return stack(Block, scanned=True)
-
-
-def finished_step() -> rj.Workload:
-    loss, params, x = make_loss(layers=3)
-    optimizer = optax.sgd(0.1)
-
-    def step(params: Any, state: Any, x: Any) -> Any:
-        gradients = jax.grad(loss)(params, x)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return rj.Workload.from_step(jax.jit(step), params, optimizer.init(params), x, blocks=Mlp, donate_argnums=(0, 1))
-
-
-def own_checkpoints(policy: Any, *, scan: bool) -> rj.Workload:
-    """A model of plain functions, with `jax.checkpoint` around each layer."""
-
-    def layer(x: Any, w: Any) -> Any:
-        return x + jnp.tanh(checkpoint_name(checkpoint_name(x, "layer_in") @ w, "product")), None
-
-    def loss(params: Any, x: Any) -> Any:
-        checkpointed = jax.checkpoint(layer, policy=policy)
-        if scan:
-            return jax.lax.scan(checkpointed, x, params)[0].sum()
-        for w in params:
-            x, _ = checkpointed(x, w)
-        return x.sum()
-
-    return rj.Workload(loss, struct(3, 4, 4), (struct(2, 4),), "layers*")
-
-
-OFFLOAD_INPUT = POLICIES.save_and_offload_only_these_names(
-    names_which_can_be_saved=["product"],
-    names_which_can_be_offloaded=["layer_in"],
-    offload_src="device",
-    offload_dst="pinned_host",
-)
 CLEAN: dict[str, tuple[Callable[[], rj.Workload], Any]] = {
     "scanned": (lambda: stack(Attention, scanned=True), "full"),
     "a policy of JAX's": (lambda: stack(Attention), POLICIES.dots_with_no_batch_dims_saveable),
@@ -245,10 +201,6 @@ CLEAN: dict[str, tuple[Callable[[], rj.Workload], Any]] = {
     "NNX, scanned, everything": (lambda: nnx_decoder(scan=True), "everything"),  # keeps a form of its norms' scales
     "NNX, unrolled, by name": (nnx_decoder, "offload: *ffn/up:dot_general*; save: @dots_with_no_batch_dims"),
     "dropout": (with_dropout, "full"),
-    "bfloat16 of float32 parameters": (half_precision, "dots"),
-    "finished step": (finished_step, "dots"),
-    "plain functions": (lambda: own_checkpoints(None, scan=False), "off"),
-    "plain functions, scanned, offloaded": (lambda: own_checkpoints(OFFLOAD_INPUT, scan=True), "off"),
     "nn.remat": (lambda: stack(nn.remat(Attention, policy=POLICIES.dots_saveable), scanned=True), "off"),
     "no checkpoint": (stack, "off"),
 }
@@ -260,17 +212,3 @@ def test_a_clean_workload_has_no_finding(name):
     diagnosis = rj.doctor(make(), policy)
     assert diagnosis.ok, str(diagnosis)
     assert (diagnosis.regions > 0) == (name != "no checkpoint")
-
-
-def test_equal_layers_are_one_region_whatever_their_keys_and_the_inputs_that_they_ignore() -> None:
-    """Flax folds another number into each layer's random key; each Haiku layer takes the parameters of all layers."""
-    haiku = pytest.importorskip("haiku")
-
-    class Layer(haiku.Module):
-        def __call__(self, x: Any) -> Any:
-            return x + haiku.dropout(haiku.next_rng_key(), 0.5, haiku.Linear(4)(jnp.tanh(x)))
-
-    net = haiku.transform(lambda x: Layer(name="b")(Layer(name="a")(x)).sum())
-    x, key = jax.ShapeDtypeStruct((2, 4), jnp.float32), jax.random.PRNGKey(0)
-    job = rj.Workload(net.apply, jax.eval_shape(net.init, key, x), (key, x), Layer)
-    assert [rj.doctor(each, "full").regions for each in (job, with_dropout())] == [1, 1]

@@ -16,7 +16,6 @@ from remat_jax.hardware.entries import FACTS, LINKS
 from remat_jax.hardware.target import read_table
 
 NAMES = ", ".join(targets())
-TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 
 ENTRY = """
 [toy]
@@ -113,17 +112,13 @@ def test_a_target_of_a_file(tmp_path: Path) -> None:
     with pytest.raises(TargetError, match="cannot be read"):
         target(f"{path}:toy")
     path.write_text("x = 3", encoding="utf-8")
-    with pytest.raises(
-        TargetError, match=r"target file '.*gpus.toml': target table \[x\]: 3 is not a table; write its keys below"
-    ):
+    with pytest.raises(TargetError, match=r"target file '.*gpus.toml': target table \[x\]: 3 is not a table"):
         target(f"{path}:x")
 
 
 @pytest.mark.parametrize(("devices", "hosts"), [(0, 1), (-8, 1), (8, 0), (12, 5), (2, 4), (8, -2)])
 def test_every_host_has_as_many_devices(devices: int, hosts: int) -> None:
-    with pytest.raises(
-        TargetError, match=f"target 'h200': {devices} devices in {hosts} hosts; expected the same number in each host"
-    ):
+    with pytest.raises(TargetError, match=f"'h200': {devices} devices in {hosts} hosts; expected the same number"):
         dataclasses.replace(target("h200"), devices=devices, hosts=hosts)
     assert dataclasses.replace(target("h200"), devices=12, hosts=4).devices == 12
 
@@ -137,26 +132,6 @@ def test_a_file_that_takes_long_to_read_is_refused_at_once(tmp_path: Path) -> No
         path.write_text(content, encoding="utf-8")
         with pytest.raises(TargetError, match=message):
             target(f"{path}:toy")
-    # The longest accepted file.
-    keys = "a." * 997 + "a = 1"
-    assert len(keys) <= 2_000
-    with pytest.raises(TargetError, match=r"target table \[a\]: unknown keys \['a'\]"):
-        read_table(keys)
-
-
-def test_messages_do_not_repeat_a_whole_file() -> None:
-    many = "".join(f"key{i} = 1\n" for i in range(3_000))
-    long = "x = [\n" + "'abc',\n" * 3_000 + "]\n"
-    for text in (
-        long,
-        ENTRY.replace("memory_bytes = 8", many),
-        ENTRY + many,
-        ENTRY.replace('kind = "gpu"', long.replace("x =", "kind =")),
-        ENTRY.replace("memory_bytes = 8", "memory_bytes = 8\n" + long.replace("x =", "device_kinds =")[:-2] + "1]"),
-    ):
-        with pytest.raises(TargetError) as caught:
-            read_table(text)
-        assert len(str(caught.value)) < 1_000
 
 
 @pytest.mark.parametrize(

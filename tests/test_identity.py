@@ -11,20 +11,8 @@ from flax import nnx
 import remat_jax as rj
 from remat_jax.apply import nnx as nnx_blocks
 from remat_jax.apply.calls import entered, is_inside
-from remat_jax.identity import ByIdentity
 
 MANY = 20
-
-
-def test_a_mapping_by_identity_compares_and_holds_its_keys() -> None:
-    array = np.ones(2)
-    names = ByIdentity([(array, "array"), (np.zeros(2), "gone elsewhere")])
-    assert names[array] == "array" and array.copy() not in names
-    assert not any(np.zeros(2) in names for _ in range(MANY))
-    names[array] = "again"
-    assert [*(names | ByIdentity([(array, "last")])).values()] == ["last", "gone elsewhere"]
-    del names[array]
-    assert len(names) == 1
 
 
 class Part(nnx.Module):

@@ -109,14 +109,6 @@ def test_a_stack_that_a_loop_writes_under_another_shape_is_named_by_what_the_loo
     assert (largest.name, largest.phase, largest.nbytes) == ("M/layer:tanh", "forward", 384)
 
 
-def test_what_a_loop_passes_on_without_a_name_is_no_argument() -> None:
-    """Each turn copies an element of the state, so the element has no origin."""
-    copied = PROGRAM.replace("tuple(%k, %y, %kept)", "tuple(%k, %y, %other)")
-    copied = copied.replace("  %y = ", "  %other = f32[4,3,8]{2,1,0} copy(%stack)\n  %y = ")
-    largest = Schedule(copied, ASSIGNMENT, RANGES.replace("    loop{2}:1-5\n", "")).at_peak()[0]
-    assert (largest.module, largest.phase, largest.nbytes) == ("", "other", 384)
-
-
 def test_what_the_program_does_not_name_keeps_its_bytes() -> None:
     live = Schedule("", ASSIGNMENT, "  BufferLiveRange:\n    late{}:7-9\n").at_peak()
     assert live == [LiveBuffer("late", "", "other", 100, "")]

@@ -25,6 +25,7 @@ SCRIPT = """
 import json
 import flax.linen as nn, jax, jax.numpy as jnp, numpy as np
 import remat_jax as rj
+from tests.small_models import Stack
 
 class Layer(nn.Module):
     @nn.compact
@@ -33,22 +34,13 @@ class Layer(nn.Module):
         x = x + nn.MultiHeadDotProductAttention(num_heads=2, dtype=jnp.bfloat16)(y)
         return x + nn.Dense(32, dtype=jnp.bfloat16)(nn.gelu(nn.Dense(64, dtype=jnp.bfloat16)(x)))
 
-class Model(nn.Module):
-    block: type = Layer
-
-    @nn.compact
-    def __call__(self, x):
-        for index in range(2):
-            x = self.block(name=f"layer_{index}")(x)
-        return x
-
 x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8, 32)), jnp.bfloat16)
-shapes = jax.eval_shape(Model().init, jax.random.key(0), x)
+shapes = jax.eval_shape(Stack(Layer).init, jax.random.key(0), x)
 draw = np.random.default_rng(1).normal
 params = jax.tree.map(lambda one: draw(scale=0.2, size=one.shape).astype(one.dtype), shapes)
 
 def loss(block):
-    return lambda params, x: (Model(block).apply(params, x).astype(jnp.float32) ** 2).mean()
+    return lambda params, x: (Stack(block).apply(params, x).astype(jnp.float32) ** 2).mean()
 
 plain, by_hand = loss(Layer), loss(nn.remat(Layer))
 losses = (plain, by_hand, rj.checkpoint_blocks(plain, {Layer: "full"}), rj.checkpoint_blocks(plain, {Layer: "dots"}))
@@ -134,7 +126,5 @@ def test_the_policy_for_fp8_saves_the_products(dot: Any, policy: str) -> None:
     for text in (policy, "everything"):
         assert matmuls(under[text], params) == matmuls(step, params)
         assert_bit_equal(jax.jit(under[text])(params), jax.jit(step)(params))
-    with pytest.raises(
-        NoEffectError, match="'@dots' matches no residual.*'@primitive:custom_[jv][jv]p_call' selects the results"
-    ):
+    with pytest.raises(NoEffectError, match="'@dots' matches no residual.*'@primitive:custom_[jv][jv]p_call' selects"):
         rj.checkpoint_blocks(loss, {Mlp: "dots"})(params)

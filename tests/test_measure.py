@@ -292,19 +292,6 @@ def test_a_policy_that_frees_nothing_is_said() -> None:
     assert rj.measure(job, "off", "cpu").warnings == () == rj.measure(job, "everything", "cpu").warnings
 
 
-def test_a_large_step_is_not_compiled_without_its_policy_too(monkeypatch) -> None:
-    seen: list[str] = []
-
-    def watched(programs: Any, *args: Any, **options: Any) -> Any:
-        seen.extend(program.key for program in programs)
-        return compile_programs(programs, *args, **options)
-
-    monkeypatch.setattr(measure_module, "compile_programs", watched)
-    monkeypatch.setattr(measure_module, "_SMALL", 0)
-    (text,) = rj.measure(small_job(optax.adam(1e-3), rows=2), "full", "cpu").warnings
-    assert seen == ["full"] and "drops 48.0 KiB of residuals" in text and "can free little" in text
-
-
 def test_on_a_mesh_a_device_frees_its_share_of_what_a_policy_drops() -> None:
     full = rj.measure(small_job(), "full", "cpu")
     kept = dataclasses.replace(full, policy="off", residual_device_bytes=full.residual_device_bytes + 64 * 2**20)

@@ -20,7 +20,7 @@ from remat_jax.memory.measure import measure_many
 from remat_jax.mesh import as_mesh
 from remat_jax.planning import problem
 from remat_jax.planning.division import residual_shares
-from tests.mesh_models import BATCH, BY_FEATURES, CONFIG, LAYERS, LENGTH, MESH, OF_SEQUENCE, X, mlp, small_llama
+from tests.mesh_models import BATCH, CONFIG, LAYERS, LENGTH, MESH, OF_SEQUENCE, POLICIES, X, mlp, small_llama
 from tests.workloads import mean_square, struct
 
 FLOAT, TOKEN = 4, 4
@@ -43,16 +43,8 @@ REFUSED = [
     (r"'data'}.*\) for batch\[0\] has unreduced or reduced axes", {"data": 2}, (P(), P(None, reduced={"data"}))),
     (r"\[0\] leaves dimension 1 unconstrained.*or None", {"data": 2}, (P(), P(None, P.UNCONSTRAINED))),
     ("axes data do not have the type Auto", AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,)), (P(),)),
-    (
-        "in pinned_host; a workload on a mesh supports only device memory",
-        {"data": 2},
-        (None, NamedSharding(as_mesh({"data": 2}), P(), memory_kind="pinned_host")),
-    ),
-    (
-        "is on a different mesh than mesh={'data': 2}; give only its PartitionSpec",
-        {"data": 2},
-        (None, NamedSharding(as_mesh({"data": 4}), P("data"))),
-    ),
+    ("in pinned_host; a w", {"data": 2}, (None, NamedSharding(as_mesh({"data": 2}), P(), memory_kind="pinned_host"))),
+    ("different mesh than mesh={'data': 2};", {"data": 2}, (None, NamedSharding(as_mesh({"data": 4}), P("data")))),
 ]
 
 
@@ -65,9 +57,7 @@ def test_a_mesh_that_does_not_go_with_the_arguments_is_an_error(message, mesh, s
 def test_the_target_has_as_many_devices_as_the_mesh():
     divided = mlp(mesh={"data": 4, "fsdp": 2}, shardings=(P(),))
     for ask in (rj.measure, lambda job, policy, name: rj.plan(job, "1GiB", name)):
-        with pytest.raises(
-            ArgumentError, match=r"'4xcpu' has 4 devices, but the mesh of 'loss' \(data=4,fsdp=2\) has 8.*such as '8xcpu' in"
-        ):
+        with pytest.raises(ArgumentError, match=r"'4xcpu' has 4 devices, but .* \(data=4,fsdp=2\) has 8.*such as '8xcpu'"):
             ask(divided, "full", "4xcpu")
         with pytest.raises(UnsupportedError, match="'2xcpu' has 2 devices, but 'loss' has no mesh"):
             ask(mlp(), "full", "2xcpu")
@@ -195,7 +185,7 @@ def results(on_eight_devices):
     return dict(np.load(on_eight_devices("tests.mesh_models", "results.npz", JAX_ENABLE_X64="1")))
 
 
-ON_EIGHT = dict.fromkeys((*BY_FEATURES, *(f"sequence {policy}" for policy in OF_SEQUENCE)), "alone")
+ON_EIGHT = dict.fromkeys((*POLICIES, *(f"sequence {policy}" for policy in OF_SEQUENCE)), "alone")
 ON_EIGHT["adam offloaded"] = "adam alone"  # the state is on the hosts
 
 

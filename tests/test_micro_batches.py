@@ -242,15 +242,6 @@ def test_a_key_is_folded_for_each_micro_batch(x64):
     assert_close(jax.jit(micro_batched(loss, 2))(params, (), x, key), wanted)
 
 
-def test_a_key_for_something_else_does_not_count(x64):
-    def loss(params, _, x, key):
-        return jax.random.normal(key) * (logits(params, x) * jax.random.normal(jax.random.key(1), (len(x), 1, 1))).mean()
-
-    params, x, *_ = arrays()
-    with pytest.raises(PlanningError, match="no key for them"):
-        micro_batched(loss, 2)(params, (), x, jax.random.key(0))
-
-
 @pytest.mark.parametrize("declared", ["sum", "mean"])
 def test_a_declared_loss_is_believed(declared, x64):
     def loss(params, _, x):

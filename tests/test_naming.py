@@ -236,28 +236,8 @@ def test_a_mutable_array_is_refused() -> None:
         ref[...] = jnp.tanh(ref[...])
         return ref[...]
 
-    with pytest.raises(
-        UnsupportedError, match=r"block 'block' uses a mutable array \(jax.new_ref\).*as an argument and a result"
-    ):
+    with pytest.raises(UnsupportedError, match=r"block 'block' uses a mutable array .*as an argument and a result"):
         rj.remat(block, "full")(jnp.ones(3))
-
-
-def test_names_stay_with_their_arrays_in_numbers() -> None:
-    def block(kernels: Any, x: Any) -> Any:
-        for index, kernel in enumerate(kernels):
-            with jax.named_scope(f"layer_{index}"):
-                x = x @ kernel
-            x = jnp.exp(-(x**2))
-        return x
-
-    kernels = [jnp.ones(shape) for shape in ((4, 5), (5, 6), (6, 7))]
-
-    def moved(policy: str) -> list[tuple[int, ...]]:
-        return to_host(jax.grad(lambda kernels: jnp.sum(rj.remat(block, policy)(kernels, jnp.asarray(X)))), kernels)
-
-    for number, shape in enumerate([(3, 5), (3, 6), (3, 7)]):
-        assert moved(f"offload: *layer_{number}:dot_general#0") == moved(f"offload: *exp#{number}") == [shape]
-    assert moved("offload: *exp#0, *exp#2") == [(3, 5), (3, 7)]
 
 
 @pytest.mark.parametrize(("policy", "products"), [("full", 1), ("save: *exp#0", 0), ("offload: *exp#0", 0)])

@@ -151,15 +151,6 @@ def test_remat_of_a_class_costs_the_flops_of_nnx_remat_and_gives_its_gradients(x
     assert_same(nnx.grad(loss)(model, x), nnx.grad(loss)(hand, x))
 
 
-def test_under_jit_and_grad_over_split_state(x64):
-    x, expected = inputs(), nnx.value_and_grad(loss)(Model(), inputs())
-    checkpointed = rj.checkpoint_blocks(loss, {Layer: "dots"})
-    assert_same(nnx.value_and_grad(nnx.jit(checkpointed))(Model(), x), expected)
-    graphdef, params, rest = nnx.split(Model(), nnx.Param, ...)
-    of_state = rj.checkpoint_blocks(lambda params, x: loss(merged(graphdef, params, rest), x), {Layer: "dots"})
-    assert_same(jax.jit(jax.value_and_grad(of_state))(params, x), expected)
-
-
 @pytest.mark.versions
 def test_scanned_layers_keep_numbers_and_state(x64):
     class Scanned(nnx.Module):

@@ -88,9 +88,7 @@ def test_the_sizes_change_and_the_shardings_stay():
 
 def test_an_axis_too_few_or_too_many_is_an_error():
     job = small_llama(MESH)
-    with pytest.raises(
-        ArgumentError, match=r"shardings also use 'tensor'; give each of the workload's axes \(fsdp, tensor\) a size"
-    ):
+    with pytest.raises(ArgumentError, match=r"shardings also use 'tensor'; .* axes \(fsdp, tensor\) a size"):
         job.on_mesh({"fsdp": 8})
     with pytest.raises(ArgumentError, match="no array is partitioned over 'data'; the workload's axes are fsdp, tensor"):
         job.on_mesh("data=2,fsdp=2,tensor=2")

@@ -211,16 +211,5 @@ def test_a_search_for_traps_that_a_compilation_ends_keeps_what_it_found(monkeypa
     assert diagnosis.cut_short and [finding.trap for finding in diagnosis.findings] == ["frees_nothing"]
 
 
-def test_a_warning_that_a_trap_repeats_is_listed_once(found):
-    (full,) = found.policies
-    trap = Finding("frees_nothing", "full", "", "it frees nothing", "Use off")
-    warned = replace(full, memory=replace(full.memory, effect_warning="it frees nothing"))
-    repeated = replace(warned, diagnosis=replace(full.diagnosis, findings=(trap,)))
-    assert [trouble.problem for trouble in page.warnings([warned])] == ["it frees nothing"]
-    assert page.warnings([repeated]) == [] and [trouble.problem for trouble in page.findings([repeated])] == [
-        "it frees nothing"
-    ]
-
-
 def test_the_rates_of_every_target_have_names_in_words():
     assert {rate for name in targets() for rate in Rates.of(name).source} <= facts._RATES.keys()

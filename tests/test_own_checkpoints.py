@@ -18,35 +18,18 @@ import remat_jax as rj
 from remat_jax.cost.count import matmuls
 from remat_jax.errors import ArgumentError
 from remat_jax.planning import loop
-from tests.small_models import Linear, assert_same, values
+from tests.small_models import Mlp, NnxMlp, Stack, assert_same, values
 
 LAYERS = 2
 
 
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x + Linear(8, name="down")(jnp.tanh(Linear(32, name="up")(x)))
-
-
-class ScannedBlock(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        return x + nn.Dense(8, name="down")(jnp.tanh(nn.Dense(32, name="up")(x))), None
+class ScannedBlock(Mlp):
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:  # type: ignore[override]
+        return super().__call__(x), None
 
 
 def scanned(cls: Any, length: int = LAYERS) -> Any:
     return nn.scan(cls, variable_axes={"params": 0}, split_rngs={"params": True}, length=length)
-
-
-class Unrolled(nn.Module):
-    block: type = nn.remat(Block)
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for index in range(LAYERS):
-            x = self.block(name=f"block_{index}")(x)
-        return x
 
 
 class Scanned(nn.Module):
@@ -65,7 +48,7 @@ class Lifted(nn.Module):
         class Body(nn.Module):
             @nn.compact
             def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-                both = nn.vmap(Block, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=2)
+                both = nn.vmap(Mlp, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=2)
                 return nn.jit(both)(name="block")(x).sum(0), None
 
         return scanned(nn.checkpoint(Body, prevent_cse=False))(name="layers")(x, None)[0]
@@ -87,12 +70,9 @@ def linen(net: nn.Module, block: type) -> tuple[Callable[..., Any], type, Any]:
     return (lambda params, x: (net.apply(params, x) ** 2).mean()), block, params
 
 
-class NnxBlock(nnx.Module):
+class NnxBlock(NnxMlp):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.up, self.down = nnx.Linear(8, 32, rngs=rngs), nnx.Linear(32, 8, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x + self.down(jnp.tanh(self.up(x)))
+        super().__init__(rngs, 8)
 
 
 class OfItself(NnxBlock):
@@ -137,14 +117,16 @@ def of_nnx(model: nnx.Module, block: type) -> tuple[Callable[..., Any], type, An
     return loss, block, params
 
 
+OWN = Stack(nn.remat(Mlp), LAYERS)
+"""Each layer is checkpointed by its author."""
 ONCE = 6 * LAYERS
 """The products of a gradient without recomputation; unrolled, the input of the first layer needs none."""
 # The models, and their products.
 MODELS: dict[str, tuple[Callable[[], tuple[Callable[..., Any], type, Any]], int]] = {
-    "unrolled": (lambda: linen(Unrolled(), Block), ONCE - 1),
+    "unrolled": (lambda: linen(OWN, Mlp), ONCE - 1),
     "scanned": (lambda: linen(Scanned(), ScannedBlock), ONCE),
-    "lifted": (lambda: linen(Lifted(), Block), ONCE),
-    "inside": (lambda: linen(Unrolled(Inside), Inside), ONCE - 1),
+    "lifted": (lambda: linen(Lifted(), Mlp), ONCE),
+    "inside": (lambda: linen(Stack(Inside), Inside), ONCE - 1),
     "nnx": (lambda: of_nnx(NnxNet(NnxBlock, nnx.Rngs(0)), NnxBlock), ONCE - 1),
     "nnx of itself": (lambda: of_nnx(NnxNet(OfItself, nnx.Rngs(0)), OfItself), ONCE - 1),
     "nnx scanned": (lambda: of_nnx(NnxScanned(nnx.Rngs(0)), NnxBlock), ONCE),
@@ -201,11 +183,11 @@ def test_replan_by_hand_and_traced_jits_do_no_harm() -> None:
 
 
 def test_checkpoints_without_blocks_and_around_blocks_by_hand_stay() -> None:
-    loss, _, params = linen(Unrolled(Block), Block)
+    loss, _, params = linen(Stack(), Mlp)
     head = jax.checkpoint(lambda w, x: jnp.tanh(x @ w) @ w.T)
 
     def counts(policy: str) -> int:
-        fn = rj.checkpoint_blocks(lambda both, x: loss(both[0], x) + jnp.sum(head(both[1], x)), {Block: policy})
+        fn = rj.checkpoint_blocks(lambda both, x: loss(both[0], x) + jnp.sum(head(both[1], x)), {Mlp: policy})
         return matmuls(jax.value_and_grad(fn), (params, jnp.ones((8, 3))), X)
 
     # The head's own checkpoint recomputes its first product.
@@ -229,21 +211,21 @@ def test_with_the_new_rematerialisation(name: str, remat3: None) -> None:
 
 
 def test_a_wrong_choice_is_an_error() -> None:
-    loss, block, params = linen(Unrolled(), Block)
+    loss, block, params = linen(OWN, Mlp)
     for call in (
         lambda: rj.checkpoint_blocks(loss, {block: "full"}, own_checkpoints="off"),
         lambda: rj.Workload(loss, params, (X,), blocks=block, own_checkpoints="drop"),
-        lambda: rj.enable_gradient_checkpointing(Unrolled(), blocks=block, own_checkpoints=True),  # type: ignore[arg-type]
+        lambda: rj.enable_gradient_checkpointing(OWN, blocks=block, own_checkpoints=True),  # type: ignore[arg-type]
     ):
         with pytest.raises(ArgumentError, match="own_checkpoints=.*: expected 'replace'.*or 'keep'"):
             call()
 
 
-@pytest.mark.parametrize("policy", ["full", "offload_inputs", "offload: *up:dot_general*; save: @dots"])
+@pytest.mark.parametrize("policy", ["full", "offload_inputs", "offload: *Linear_1:dot_general*; save: @dots"])
 def test_residuals_are_those_of_the_same_model_without_checkpoints(policy: str) -> None:
-    loss, _, params = linen(Unrolled(), Block)
-    plain, _, _ = linen(Unrolled(Block), Block)
-    tables = [rj.residuals(rj.Workload(f, params, (X,), blocks=Block), policy) for f in (loss, plain)]
+    loss, _, params = linen(OWN, Mlp)
+    plain, _, _ = linen(Stack(), Mlp)
+    tables = [rj.residuals(rj.Workload(f, params, (X,), blocks=Mlp), policy) for f in (loss, plain)]
     assert len({(table.device_bytes, table.host_bytes, table.recompute_bytes) for table in tables}) == 1
     assert tables[0].warning is None
 
@@ -278,7 +260,7 @@ def test_reports_say_how_many_gave_way() -> None:
         assert REPLACED in " ".join(str(result).split()), result
     assert findings.ok
     # Each of several unrolled ones counts.
-    loss, block, params = linen(Unrolled(), Block)
+    loss, block, params = linen(OWN, Mlp)
     assert rj.residuals(rj.Workload(loss, params, (X,), blocks=block), "full").replaced_checkpoints == LAYERS
     # `off` is the step as written; its author wrote what `full` does. `everything` keeps what a model without checkpoints does.
     written, without = rj.measure(job, "off"), rj.measure(plain, "off")

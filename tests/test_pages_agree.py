@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from remat_jax.cli.app import app
 from remat_jax.report.document import escaped
 from remat_jax.report.tables import format_bytes, format_difference
-from tests.test_save_report import Tables
 from tests.workloads import needs_gpu_compiler
 
 pytestmark = needs_gpu_compiler
@@ -81,17 +80,6 @@ def row(plan: dict[str, Any], point: dict[str, Any]) -> list[str]:
     ]
 
 
-def test_the_line_and_the_named_policies_of_a_plan(shown: Shown) -> None:
-    for plan, page in shown.plans:
-        tables = Tables(page).tables
-        named = [point for point in plan["named"] if point["seconds"] is not None]
-        for label, wanted in (("the frontier", points(plan)), ("the named policies", named)):
-            rows = [cells for cells in tables[label][1:] if cells[3][1]]  # the others have no figures
-            assert [[text for _, text in cells] for cells in rows] == [row(plan, point) for point in wanted]
-            exact = [[float(cells[at][0]) for at in (1, 2, 4)] for cells in rows]
-            assert exact == [[point[name] for name in ("device_bytes", "host_bytes", "seconds")] for point in wanted]
-
-
 def test_the_figures_beside_the_slider_are_those_of_the_line(shown: Shown) -> None:
     for plan, page in shown.plans:
         lists = re.findall(r'<dl class="figures".*?</dl>', page)
@@ -109,41 +97,6 @@ def test_the_figures_beside_the_slider_are_those_of_the_line(shown: Shown) -> No
             ]
             assert f"{format_bytes(point['device_bytes'])} ({row(plan, point)[3]}), {time} a step" in text
             assert ("The plan: " in text) == (point["name"] == "the plan")
-
-
-def test_the_layers_of_a_plan(shown: Shown) -> None:
-    for plan, page in shown.plans:
-        wanted = []
-        for point in points(plan):
-            parts = plan["parts"] if point["name"] == "the plan" else point["parts"]
-            wanted += [[part[f"{action}_bytes"] for part in parts] for action in ("saved", "offloaded", "recomputed")]
-        cells = Tables(page).tables["residuals of the layers, as a table"]
-        drawn = [row for row in cells if row[1][1] in ("saved", "offloaded", "recomputed")]
-        assert [[int(value) for value, _ in row[3:]] for row in drawn] == wanted and any(map(any, wanted))
-
-
-def test_one_step_has_one_figure_in_a_report(shown: Shown) -> None:
-    plan, policies = shown.in_report, shown.policies
-    assert plan["base_seconds"] == policies["off"]["seconds"]
-    assert [policies["the plan"][name] for name in ("device_bytes", "host_bytes", "seconds")] == [
-        plan[name] for name in ("device_bytes", "host_bytes", "seconds")
-    ]
-    compiled = [point for point in plan["named"] if point["name"] in policies and not point["remark"]]
-    assert len(compiled) >= 3
-    for point in compiled:
-        figures = {name: policies[point["name"]][name] for name in ("device_bytes", "host_bytes", "seconds", "timed")}
-        assert {name: point[name] for name in figures} == figures and point["compiled"]
-        # No compiled policy lies below the line.
-        beside = [other for other in points(plan) if other["device_bytes"] <= point["device_bytes"]]
-        assert any(other["seconds"] <= point["seconds"] for other in beside)
-    fits = [row for name, row in policies.items() if row["device_bytes"] <= plan["budget"] and not is_miscompiled(row)]
-    fastest = min(fits, key=lambda row: (row["seconds"], row["policy"] != "the plan"))
-    said = f"are estimated to be faster than the plan: {fastest['policy']}"
-    assert (fastest["policy"] == "the plan") is (said not in shown.report_page)
-
-
-def is_miscompiled(policy: dict[str, Any]) -> bool:
-    return bool(policy["receipt"] and policy["receipt"]["miscompiled"])
 
 
 def test_all_estimated_times_are_ranges_of_times_in_the_json(shown: Shown) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -151,14 +150,6 @@ def test_what_is_applied_gives_the_same_gradients(made, x64):
     assert flops(jax.grad(planned), params, x) > flops(jax.grad(loss), params, x)
 
 
-def test_a_plan_saved_is_the_plan_loaded(made, tmp_path):
-    plan, _ = made
-    path = plan.save(tmp_path / "plan.json")
-    assert rj.Plan.load(path, job(scanned=True)) == plan and json.loads(path.read_text())["budget"] == BUDGET
-    with pytest.raises(PlanningError, match="another model than 'perceptrons': parameters"):
-        rj.Plan.load(path, job())
-
-
 def test_it_says_why_in_words(made):
     plan, _ = made
     explanation = plan.explain()
@@ -211,9 +202,7 @@ def test_too_little_says_the_least_and_what_takes_it():
 
 def test_less_than_the_parameters_is_said_without_compiling(monkeypatch):
     monkeypatch.setattr(make_plan, "problem", None)
-    with pytest.raises(
-        InfeasibleBudget, match="is less than the arguments of a step of 'perceptrons'.*parameters 192.0 KiB"
-    ) as caught:
+    with pytest.raises(InfeasibleBudget, match="arguments of a step of 'perceptrons'.*parameters 192.0 KiB") as caught:
         rj.plan(job(scanned=True), "300 kB", "cpu")
     assert caught.value.held_by == {"batch": 2048 * WIDTH * 4, "parameters": 2 * LAYERS * 4 * WIDTH * WIDTH * 4}
 

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import json
-import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import remat_jax as rj
 from benchmarks.plan import __main__ as command
-from benchmarks.plan import rivals, rows
+from benchmarks.plan import rivals
 from benchmarks.plan.rivals import MAXTEXT, Rival
 from benchmarks.plan.workloads import CASES, Case
-from remat_jax.planning.blocks import calls
-from remat_jax.planning.problem import Described, describe, kept_bytes, recompute_flops
-from tests import plan_models
-from tests.plan_by_hand import part, plan
+from remat_jax.planning.problem import Described, describe, recompute_flops
 
 LAYERS = 2
 
@@ -50,9 +43,6 @@ def transformer(
 LLAMA = transformer(4 * 1024, 2048, 32, 2048, 512, 8192, 1024, gated=True)
 GPT2 = transformer(16 * 1024, 768, 12, 768, 768, 3072, 1024, gated=False)
 GPT2["qkv_proj"] = sum(GPT2.pop(name) for name in ("query_proj", "key_proj", "value_proj"))
-MLP = {"mlpwi": 2 * 8192 * 1024 * 4096, "mlpwo": 2 * 8192 * 4096 * 1024}
-
-
 QKV, WIDER = ("query_proj", "key_proj", "value_proj"), ("mlpwi_0", "mlpwi_1")
 # The products that backward recomputes. Nothing in the backward pass reads the layer's last product, and scores are never
 # named.
@@ -77,12 +67,9 @@ AGAIN_FUSED = {
     "qkv_proj_offloaded": ("qkv_proj", "scores", "context", "out_proj", "mlpwi"),
     "minimal_offloaded": ("scores", "context"),
 }
-AGAIN_MLP = {"minimal": (), "save_dot_except_mlpwi": ("mlpwi",), "full": ("mlpwi",)}
 
 
-@pytest.mark.parametrize(
-    ("name", "products", "again"), [("unrolled", LLAMA, AGAIN), ("scanned", GPT2, AGAIN_FUSED), ("mlp", MLP, AGAIN_MLP)]
-)
+@pytest.mark.parametrize(("name", "products", "again"), [("unrolled", LLAMA, AGAIN), ("scanned", GPT2, AGAIN_FUSED)])
 def test_a_policy_of_maxtext_s_computes_the_products_again_that_it_does_not_name(
     name: str, products: dict[str, int], again: dict[str, tuple[str, ...]]
 ):
@@ -91,72 +78,6 @@ def test_a_policy_of_maxtext_s_computes_the_products_again_that_it_does_not_name
     flops = {policy: recompute_flops(described, texts[f"MaxText {policy}"]) for policy in again}
     assert flops == {policy: LAYERS * sum(map(products.__getitem__, tensors)) for policy, tensors in again.items()}
     assert set(AGAIN) == set(MAXTEXT)
-
-
-def test_what_is_saved_and_offloaded_has_the_bytes_of_the_tensors():
-    model, described = case("unrolled")
-    texts, token = rivals.policies(model), 2 * 4 * 1024  # one number in bfloat16 per token
-    least = kept_bytes(described, "full")[0]
-    saved, away = kept_bytes(described, texts["MaxText save_qkv_proj"])
-    assert (saved - least, away) == (LAYERS * token * (2048 + 512 + 512), 0)
-    saved, away = kept_bytes(described, texts["MaxText qkv_proj_offloaded"])
-    assert (saved - least, away) == (0, LAYERS * token * (2048 + 512 + 512))
-    # The layers' inputs move too, but not shared arrays: tables of rotations and the causal mask.
-    assert kept_bytes(described, texts["MaxText custom, Llama 70B"])[1] == away + LAYERS * token * 2048
-
-
-def test_the_kernel_s_two_outputs_are_one_tensor():
-    """Its output alone would not avoid the recomputation."""
-    model, described = case("pallas")
-    roles = next(iter(model.roles.values()))
-    rows_, kept = 4 * 1024, [kept_bytes(described, text)[0] for text in (f"save: {roles['context']}", "full")]
-    assert kept[0] - kept[1] == LAYERS * rows_ * (1024 * 2 + 16 * 4)
-    program = described.kinds[0].program
-    full = rivals.policies(model)["MaxText full"]
-    without = program.price(rj.Policy.parse(f"save: {roles['context']}")).seconds
-    first = program.price(rj.Policy.parse(f"save: {roles['context'].split(',')[0]}")).seconds
-    assert without < first == pytest.approx(program.price(rj.Policy.parse(full)).seconds)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_tensor_of_maxtext_s_is_one_array_of_a_layer(name: str):
-    model = CASES[name](LAYERS)
-    executions = calls(model.workload)
-    assert {call.key for call in executions} == set(model.roles)
-    for call in executions:
-        names = call.block.linearised.candidates
-        for tensor, selectors in model.roles[call.key].items():
-            for selector in selectors.split(", "):
-                matched = [residual for residual in names if fnmatch.fnmatchcase(residual, selector)]
-                assert len(matched) == 1, (tensor, selector, matched)
-
-
-# One more residual.
-
-
-def slope(job: rj.Workload) -> str:
-    """The name of the layer's other residual, 1 − tanh²: that of the operation in this version of JAX."""
-    (name,) = {row.name for row in rj.residuals(job, "everything") if row.name.startswith("layers:")} - {"layers:tanh#0"}
-    return name
-
-
-def test_each_further_residual_is_the_plan_with_that_one_saved(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rows, "WORTH_COMPILING", -math.inf)
-    job = plan_models.job(scanned=True)
-    described, derivative = describe(job, "h200"), slope(job)
-    policies = {plan_models.MlpLayer: rj.LayerPolicies.parse("4 x full | 2 x save: layers:tanh#0")}
-    parts = [replace(part(*run, ""), block="MlpLayer") for run in ((0, 4), (4, 2))]
-    options = rows.further(described, plan(policies=policies, parts=tuple(parts)))
-    size = 4 * 2048 * 4 * plan_models.WIDTH  # of each, in option layer
-    assert [(option.where, option.residual, option.saved_bytes) for option in options] == [
-        ("MlpLayer 0–3", "layers:tanh#0", 4 * size),
-        ("MlpLayer 0–3", derivative, 4 * size),
-        ("MlpLayer 4–5", derivative, 2 * size),
-    ]
-    texts = [str(option.policies[plan_models.MlpLayer]) for option in options]
-    assert texts[0] == "4 × save: layers:tanh#0; recompute: * | 2 × save: layers:tanh#0"
-    assert texts[2] == f"4 × full | 2 × save: {derivative}; save: layers:tanh#0"
-    assert rows.further(described, plan(policies={plan_models.MlpLayer: rj.Policy.parse("off")}, parts=())) == []
 
 
 # Claims.

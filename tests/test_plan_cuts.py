@@ -26,6 +26,7 @@ from tests.plan_by_hand import PlannedLayer, part
 from tests.plan_by_hand import plan as planned
 from tests.planning_models import RATES, decoder
 from tests.searches import SAVE
+from tests.workloads import mean_square, struct
 
 # --- what is compiled -------------------------------------------------------------------------------------------------
 
@@ -122,13 +123,6 @@ def test_the_layers_of_a_plan_with_cuts_keep_their_order():
         assert choices_together(stack, plan) == tuple(expected)
 
 
-def test_the_likeness_of_named_policies():
-    described = describe(plan_models.job(scanned=True), "h200")
-    full = named_candidate(described, "full")
-    assert full.choices is not None and own_candidate(described, full.choices).seconds == pytest.approx(full.seconds)
-    assert named_candidate(described, "off").choices is None
-
-
 @functools.cache
 def scanned_decoder(target):
     return describe(decoder(scan=True), target, rates=RATES)
@@ -210,12 +204,12 @@ class Sine(nn.Module):
 
 def test_a_named_policy_is_the_program_of_its_choices():
     """A residual that is only an intermediate, a product before its sine, is recomputed under both."""
-    model, x = nn.Sequential([Sine(), Sine(), Sine()]), jax.ShapeDtypeStruct((256, 16), jnp.float32)
-    params = jax.eval_shape(model.init, jax.random.key(0), x)
-    described = describe(rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), Sine), "h200")
+    described = describe(mean_square(nn.Sequential([Sine(), Sine(), Sine()]), struct(256, 16), Sine), "h200")
     assert any(not residual.needed for block in described.stack.blocks for residual in block.residuals)
     candidate = named_candidate(described, "full")
-    assert candidate == own_candidate(described, candidate.choices)
+    alike = own_candidate(described, candidate.choices)
+    assert candidate == alike and alike.seconds == pytest.approx(candidate.seconds)
+    assert named_candidate(described, "off").choices is None
 
 
 class Norm(nn.Module):
@@ -228,10 +222,7 @@ def test_calls_of_a_block_that_do_the_same_are_one_part_though_calls_of_another_
     """The first norm, whose input needs no gradient, and the narrow layer are parts of their own."""
     widths = (64, 64, 32, 64)
     model = nn.Sequential([module for width in widths for module in (Norm(), Sine(width))])
-    x = jax.ShapeDtypeStruct((256, 16), jnp.float32)
-    params = jax.eval_shape(model.init, jax.random.key(0), x)
-    job = rj.Workload(lambda p, x: model.apply(p, x).sum(), params, (x,), (Norm, Sine))
-    described = describe(job, "h200", rates=RATES)
+    described = describe(mean_square(model, struct(256, 16), (Norm, Sine)), "h200", rates=RATES)
     candidate = named_candidate(described, "full")
     parts = parts_of(described, described.stack, candidate)
     assert [part.where for part in parts] == ["Norm 0", "Sine 0–1", "Norm 1–3", "Sine 2", "Sine 3"]

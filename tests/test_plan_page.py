@@ -11,8 +11,8 @@ import pytest
 
 from remat_jax.planning.explain import beyond_table, signed, time_text
 from remat_jax.planning.page import page, picture, with_plan
-from remat_jax.planning.plan_data import Beyond, Point, unbeaten
-from remat_jax.report.chart import FRONTIER, THE_PLAN, UNUSABLE, FrontierPoint, frontier_figure
+from remat_jax.planning.plan_data import Beyond, Point
+from remat_jax.report.chart import FRONTIER, THE_PLAN, UNUSABLE
 from remat_jax.report.svg import GREY, NARROW, WHITE, WIDTH
 from remat_jax.report.tables import render
 from tests.plan_by_hand import MIB, plan
@@ -73,12 +73,6 @@ def test_times_at_assumed_rates_are_ranges_in_tables_too():
     assert told in text and told not in page(plan())
 
 
-def test_a_name_cannot_break_out_of_the_page():
-    text = page(plan(workload="</script><script>alert(1)</script>"))
-    assert "<script>alert" not in text and text.count("<script") == 1
-    assert text.count("&lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt; on h200") == 2
-
-
 def test_a_plan_that_is_beaten_by_a_prediction_is_on_its_page():
     beaten = plan(frontier=plan().frontier[:1] + plan().frontier[2:])
     assert [point.device_bytes for point in with_plan(beaten)] == [60 * MIB, 90 * MIB, 120 * MIB]
@@ -101,16 +95,12 @@ def test_the_picture_has_every_policy_and_the_budget():
     )
     assert middle - left == pytest.approx(right - middle, abs=0.02)
     assert centre - top == pytest.approx(1.2 * (bottom - centre), abs=0.05)
-    slow = (*plan().named, Point("slow", 70 * MIB, 0, 0.2, False))
-    drawn = ElementTree.fromstring(picture(plan(named=slow)).svg())
-    texts = [element.text for element in drawn.iter(f"{SVG}text")]
-    # At the upper edge, a quarter above the slowest point of the line; no tick is near its time.
-    assert "slow ↑ 200 ms" in texts and "20" not in texts and "200" not in texts
-    # Between the upper edge and the frame a point has its own place.
-    slow = (*plan().named, Point("slow", 70 * MIB, 0, 0.0131 * 1.25 * 1.11, False))
-    assert "slow" in [element.text for element in ElementTree.fromstring(picture(plan(named=slow)).svg()).iter(f"{SVG}text")]
-    with pytest.raises(ValueError, match="frontier is empty"):
-        frontier_figure([], [], FrontierPoint(1, 1.0, True, ""), 1, "t")
+    # At the upper edge, a quarter above the slowest point of the line, without a tick near its time; between that and the
+    # frame a point has its own place.
+    for seconds, name in ((0.2, "slow ↑ 200 ms"), (0.0131 * 1.25 * 1.11, "slow")):
+        slow = (*plan().named, Point("slow", 70 * MIB, 0, seconds, False))
+        texts = [text.text for text in ElementTree.fromstring(picture(plan(named=slow)).svg()).iter(f"{SVG}text")]
+        assert name in texts and not {"20", "200"} & set(texts)
 
 
 def test_a_policy_that_cannot_be_the_plan_is_a_grey_diamond_with_its_reason():
@@ -156,16 +146,6 @@ def test_a_negative_range_of_times_does_not_look_like_its_lower_end():
     assert signed(made, 0.01) == time_text(made, 0.01) and "-" not in signed(made, -0.01)
     assert signed(made, -0.01) == f"{time_text(made, 0.01)} less"
     assert signed(made, -0.01, "slower") == f"{time_text(made, 0.01)} slower"
-
-
-def test_unbeaten_points():
-    def point(size, seconds):
-        return Point("", size, 0, seconds, False)
-
-    points = unbeaten(
-        [point(4, 1.0), point(1, 3.0), point(2, 3.0), point(3, 2.0), point(5, 1.0), Point("x", None, 0, None, False)]
-    )
-    assert [(kept.device_bytes, kept.seconds) for kept in points] == [(1, 3.0), (3, 2.0), (4, 1.0)]
 
 
 def test_a_host_budget_counts():

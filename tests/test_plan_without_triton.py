@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -14,9 +13,7 @@ from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.options import WITHOUT_TRITON
 from remat_jax.memory.compile.process import NotDoneError
-from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.planning import loop, without_triton
-from remat_jax.planning.candidate import Compiled
 from tests.plan_models import MlpLayer, job
 from tests.workloads import needs_gpu_compiler
 
@@ -77,10 +74,3 @@ def test_a_plan_that_cannot_be_checked_without_triton_is_returned_with_a_note(wo
     (finding,) = (each for each in plan.findings if each.kind in ("cut_short", "not_shown", "kernels"))
     assert finding.text.startswith("Not shown: whether the step fits if XLA chooses cuBLAS for the matmuls; that no further")
     assert finding.severity == "warning"
-
-
-def test_a_step_that_was_compiled_without_triton_is_not_compiled_so_again(monkeypatch) -> None:
-    monkeypatch.setattr(without_triton, "compile_programs", Mock(side_effect=AssertionError("compiled again")))
-    compiled = Compiled(100, 0, True, Sizes(0, 100, 0, 0, 0, 0, 0, 0, untiled=True))
-    compiler = Mock(target=target("h200"), deadline=time.monotonic() + 60)
-    assert without_triton.more_without_triton(compiler, Mock(compiled=compiled)) == 0

@@ -20,7 +20,8 @@ from remat_jax import compat
 from remat_jax.errors import PlanningError, UnsupportedError
 from remat_jax.planning import loop
 from remat_jax.planning.model import Model
-from tests.step_kinds import X, of_squares, results, taken
+from tests.small_models import assert_same
+from tests.step_kinds import X, assert_same_results, of_squares, results, taken
 
 
 @pytest.fixture(autouse=True)
@@ -73,8 +74,7 @@ def test_methods_and_partials_of_jitted_steps_are_jitted_steps(step: Any) -> Non
         given = jax.tree.map(jnp.copy, params)
         got, expected = planned(given, X, **options), step(jax.tree.map(jnp.copy, params), X, **options)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
-        for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
-            np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
+        assert_same(got, expected, 2e-6)
 
 
 def test_shardings_of_a_partial_are_those_of_its_remaining_arguments() -> None:
@@ -87,8 +87,7 @@ def test_shardings_of_a_partial_are_those_of_its_remaining_arguments() -> None:
     params, x = parameters(Net()), jax.device_put(X, of_rows)
     step = functools.partial(jax.jit(update, in_shardings=(None, None, of_rows)), jnp.float32(0.1))
     again = compat.jitted_like(functools.partial(update, 0.1), step, {})
-    for one, other in zip(results(step, (params, x)), results(again, (params, x)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
+    assert_same_results(step, again, (params, x))
 
 
 def test_compiler_options_of_a_step_are_no_part_of_its_measurement_and_stay_in_the_plan() -> None:
@@ -99,8 +98,7 @@ def test_compiler_options_of_a_step_are_no_part_of_its_measurement_and_stay_in_t
     assert rj.measure(job, "full", "cpu").device_bytes > 0
     planned = rj.plan(job, "1GiB", "cpu").apply(step)
     assert compat.compiler_options(planned) == {"xla_cpu_enable_fast_math": False}
-    for one, other in zip(results(step, (params, X)), results(planned, (params, X)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
+    assert_same_results(step, planned, (params, X))
 
 
 @pytest.mark.parametrize("kind", ["nnx_optimizer", "equinox_filter_jit"])
@@ -110,8 +108,7 @@ def test_a_plan_gives_the_step_back_under_its_own_jit(kind: str) -> None:
     planned = plan.apply(step)
     assert type(planned) is type(step) and type(planned).__name__ != "function"
     assert "Blocks found: Layer (4 calls)" in " ".join(plan.notes)
-    for one, other in zip(results(step, args), results(planned, args), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
+    assert_same_results(step, planned, args)
     with pytest.raises(Exception, match="no_such_option"):
         results(dataclasses.replace(plan, compiler_options={"no_such_option": "1"}).apply(step), args)
 
@@ -137,11 +134,7 @@ def test_a_plan_of_a_step_is_the_plan_of_its_loss() -> None:
     # A TrainState counts its steps too.
     assert 0 <= made.device_bytes - expected.device_bytes <= 64
     assert rj.measure(finished, dict(made.policies), "cpu").device_bytes == made.device_bytes
-    for one, other in zip(
-        *(results(jax.jit(step), (state, X)) for step in (train_step, rj.checkpoint_blocks(train_step, dict(made.policies)))),
-        strict=True,
-    ):
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+    assert_same_results(*map(jax.jit, (train_step, rj.checkpoint_blocks(train_step, dict(made.policies)))), (state, X))
     planned = jax.eval_shape(made.apply(train_step), state, x)
     assert jax.tree.structure(planned) == jax.tree.structure(jax.eval_shape(train_step, state, x))
     with pytest.raises(PlanningError, match=r"planned for x float32\[4096, 6\], called with float32\[8, 6\]"):

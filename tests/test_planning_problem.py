@@ -10,7 +10,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 import remat_jax as rj
 from remat_jax import solver
@@ -22,6 +21,8 @@ from remat_jax.planning.problem import Described, describe, extra_seconds, kept_
 from remat_jax.planning.translate import named_candidate, policy_of
 from remat_jax.solver.policies import peak_bytes
 from tests.planning_models import RATES, ROWS, WIDTH, Layer, decoder, mlp, parameters, step_flops, workload
+from tests.small_models import NnxMlp, NnxStack, in_a_scan
+from tests.workloads import struct
 
 
 def test_the_residuals_of_a_layer_by_hand():
@@ -210,7 +211,8 @@ def test_several_calls_in_a_round_take_turns():
     class Round(nn.Module):
         @nn.compact
         def __call__(self, x: Any, _: Any) -> Any:
-            return Layer(name="b")(Attending(name="m")(Layer(name="a")(x), jnp.float32(2.0))), None
+            x = Attending(name="m")(Layer(name="a")(x), jnp.float32(2.0))
+            return Layer(name="c")(Layer(name="b")(x)), None  # two equal calls in a row are not all layers of a range
 
     class Turns(nn.Module):
         @nn.compact
@@ -222,12 +224,15 @@ def test_several_calls_in_a_round_take_turns():
     described = describe(job, "h200")
     assert {block.late_bytes for block in described.stack.blocks} == {0.0}, "a scan cannot be cut for one of several calls"
     assert [(kind.block, kind.layers) for kind in described.kinds] == [
-        (Layer, range(0, 10, 2)),
+        (Layer, range(0, 15, 3)),
         (Attending, range(5)),
-        (Layer, range(1, 11, 2)),
+        (Layer, range(1, 16, 3)),
+        (Layer, range(2, 17, 3)),
     ]
     parts = parts_of(described, described.stack, named_candidate(described, "full"))
-    assert [part.where for part in parts] == ["Layer 0–8, one in 2", "Attending 0–4", "Layer 1–9, one in 2"]
+    assert [part.where for part in parts] == [
+        *("Layer 0–12, one in 3", "Attending 0–4", "Layer 1–13, one in 3", "Layer 2–14, one in 3"),
+    ]
     assert recompute_flops(describe(job, "h200"), "full") == step_flops(job, "full") - step_flops(job, "everything")
 
 
@@ -255,31 +260,10 @@ def test_blocks_traced_once_for_many_calls_and_frozen_parameters():
 
 
 def test_nnx_blocks():
-    class Block(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.up, self.down = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs), nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
-
-        def __call__(self, x: Any) -> Any:
-            return x + self.down(jnp.sin(self.up(x)))
-
-    class Net(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-            self.blocks = nnx.List([Block(rngs) for _ in range(2)])
-
-        def __call__(self, x: Any) -> Any:
-            x = self.first(x)
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    model = Net(nnx.Rngs(0))
-    job = rj.Workload.from_nnx(
-        model, lambda m, x: (m(x) ** 2).sum(), (jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32),), Block
-    )
+    job = rj.Workload.from_nnx(NnxStack(3), lambda model, x: (model(x) ** 2).sum(), (struct(ROWS, 4),), NnxMlp)
     described = describe(job, "h200")
-    assert [kind.layers for kind in described.kinds] == [range(2)]
-    for policy in ("full", "dots", "save: *:sin*"):
+    assert [kind.layers for kind in described.kinds] == [range(1), range(1, 3)]
+    for policy in ("full", "dots", "save: *:tanh*"):
         assert recompute_flops(described, policy) == step_flops(job, policy) - step_flops(job, "everything")
 
 
@@ -354,9 +338,7 @@ def test_arrays_of_one_name_are_decided_on_together():
 
 def test_a_layer_behind_a_scan_of_its_kind_has_its_own_name():
     def make(x: Any) -> Any:
-        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-        layers = nn.scan(lambda layer, x, _: (layer(x), None), **axes, length=3)
-        return Layer(name="last")(layers(Layer(name="layers"), x, None)[0])
+        return Layer(name="last")(in_a_scan(Layer(name="layers"), x, 3))
 
     kinds = describe(workload(of_layers(make), Layer), "h200").kinds
     assert [(set(kind.paths), kind.layers, kind.scanned) for kind in kinds] == [

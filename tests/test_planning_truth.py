@@ -130,28 +130,3 @@ def test_what_keeps_everything_costs_the_traced_step(make) -> None:
     described, step = describe(job, "h200"), job.step("off")
     traced = jaxpr_cost(jax.make_jaxpr(step.function)(*step.arguments)).seconds(described.rates)
     assert described.base_seconds + extra_seconds(described, "everything") == pytest.approx(traced, rel=1e-6)
-
-
-class Wide(nn.Module):
-    width: int
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return x + nn.Dense(WIDTH, use_bias=False)(jnp.sin(nn.Dense(self.width, use_bias=False)(x)))
-
-
-class Round(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any, _: Any) -> Any:
-        return Wide(16, name="c")(Wide(32, name="b")(Wide(32, name="a")(x))), None
-
-
-def test_two_equal_blocks_and_another_in_a_round_are_three_kinds() -> None:
-    model = nn.scan(Round, variable_axes={"params": 0}, split_rngs={"params": True}, length=5)()
-    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    params = jax.eval_shape(model.init, jax.random.key(0), x, None)
-    job = rj.Workload(lambda p, x: jnp.square(model.apply(p, x, None)[0]).sum(), params, (x,), Wide)
-    described = describe(job, "h200")
-    # The first two, together, are not every layer of a range.
-    assert [kind.layers for kind in described.kinds] == [range(0, 15, 3), range(1, 16, 3), range(2, 17, 3)]
-    assert recompute_flops(described, "full") == step_flops(job, "full") - step_flops(job, "everything") > 0

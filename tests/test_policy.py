@@ -141,25 +141,6 @@ def test_unmatched_asks_each_selector_by_itself(policy: Policy, seen: list[Candi
     assert policy.unmatched(iter(seen)) == expected
 
 
-@pytest.mark.parametrize(
-    ("primitive", "batch", "dots", "without"),
-    [
-        ("dot_general", False, True, True),
-        ("dot_general", True, True, False),
-        ("conv_general_dilated", False, True, False),
-        ("scaled_matmul_wrapper", False, True, True),
-        ("scaled_matmul_wrapper", True, True, False),
-        ("ragged_dot_general", False, False, False),
-        ("exp", False, False, False),
-    ],
-)
-def test_the_dots_are_those_of_jax(primitive: str, batch: bool, dots: bool, without: bool) -> None:
-    candidate = Candidate("a", primitive, has_batch_dims=batch)
-    assert (NAMED["dots"].action(candidate) is Action.SAVE) is dots
-    assert (NAMED["dots_with_no_batch_dims"].action(candidate) is Action.SAVE) is without
-    assert (NAMED["offload_dot_with_no_batch_dims"].action(candidate) is Action.OFFLOAD) is without
-
-
 def test_the_dots_agree_with_the_installed_jax() -> None:
     jax = pytest.importorskip("jax")
     import jax.numpy as jnp

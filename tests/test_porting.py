@@ -68,14 +68,12 @@ def test_rules_survive_text_and_json(stacked: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("text", [*porting.NAMED, "scale(sqrt(15)) | shift(-0.5)", "flip(2, 3) | i o h w -> h w i o"])
+SIZES = "concat(0, 4, 2) | (h two d) e -> e (h d two), h=3, two=1"
+
+
+@pytest.mark.parametrize("text", [*porting.NAMED, "scale(sqrt(15)) | shift(-0.5)", "flip(2, 3) | i o h w -> h w i o", SIZES])
 def test_transforms_survive_text(text: str) -> None:
     assert Transform.parse(str(Transform.parse(text))) == Transform.parse(text)
-
-
-def test_concatenation_and_sizes_survive_text() -> None:
-    text = "concat(0, 4, 2) | (h two d) e -> e (h d two), h=3, two=1"
-    assert str(Transform.parse(text)) == text
 
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {

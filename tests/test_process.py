@@ -6,10 +6,6 @@ import importlib
 import json
 import os
 import pathlib
-import signal
-import subprocess
-import sys
-import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -23,7 +19,6 @@ import remat_jax as rj
 from remat_jax import compat
 from remat_jax.errors import CompileError, UnsupportedError
 from remat_jax.hardware import target
-from remat_jax.hardware.target import read_table
 from remat_jax.memory.compile import cache, compiler, process
 from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exported import ExportedProgram
@@ -66,15 +61,9 @@ def other_child(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, script:
     ("script", "message"),
     [
         ("import os; os.abort()", r"SIGABRT at policy='full'. Its output: .*. Either the compiler reached a memory limit"),
-        (
-            "import os; os.kill(os.getpid(), 9)",
-            r"SIGKILL at policy='full'. Its output: none. The process ran out of memory, or another process killed it",
-        ),
+        ("import os; os.kill(os.getpid(), 9)", "SIGKILL at policy='full'. Its output: none. .* another process killed it"),
         ("import sys; sys.stderr.write('no room left'); sys.exit(7)", r"exit status 7 .*Its output: no room left$"),
-        (
-            "raise MemoryError('x')",
-            r"(?s)exit status 1 .*MemoryError: x. The process ran out of memory: give it more \(ulimit -v",
-        ),
+        ("raise MemoryError('x')", r"(?s)exit status 1 .*MemoryError: x. .* out of memory: give it more \(ulimit -v"),
         ("import sys; sys.stderr.write('a' * 600 + 'b' * 9000 + 'c' * 900)", "(?s)output: a{500}\n…\nb{100}c{900}$"),
         ("pass", r"exit status 0 at policy='full'. Its output: none$"),
         ("print('hello'); print('[1]'); raise SystemExit(3)", r"exit status 3"),
@@ -106,28 +95,6 @@ def children() -> set[int]:
     return {int(pid) for path in pathlib.Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
 
 
-def test_a_compiler_killed_from_outside_is_an_error_and_the_next_call_works() -> None:
-    long, errors, before = program(layers=400), [], children()
-
-    def call() -> None:
-        try:
-            compiled(long, timeout=200)
-        except CompileError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    while not (started := children() - before) and thread.is_alive():
-        time.sleep(0.05)
-    (child,) = started
-    time.sleep(2)
-    os.kill(child, signal.SIGKILL)
-    thread.join(timeout=30)  # compiling all of it takes longer
-    (error,) = errors
-    assert "the compile process ended with signal SIGKILL at policy='full'" in str(error)
-    assert compiled(program()).argument == 64 * 32 * 4
-
-
 LIMITED = """
 import mmap, resource
 held = mmap.mmap(-1, {held} << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, prot=mmap.PROT_READ)
@@ -142,9 +109,7 @@ def test_a_compiler_without_memory_is_an_error_that_says_so(monkeypatch: pytest.
     exported = program(name="h200")
     with monkeypatch.context() as patched:
         other_child(patched, tmp_path, LIMITED.format(held=1200))
-        with pytest.raises(
-            CompileError, match=r"(?s)for target='h200': .*policy='?full.*(ran out of memory|reached a memory limit)"
-        ):
+        with pytest.raises(CompileError, match="(?s)'h200': .*policy='?full.*(ran out of memory|reached a memory limit)"):
             compiled(exported, "h200")
     assert compiled(exported, "h200").argument == 64 * 32 * 4
 
@@ -233,34 +198,6 @@ def test_a_process_compiles_the_next_program_of_its_caller_and_environment_until
     assert not children() & {first, second} and len(children() - before) == 1
 
 
-def test_what_an_earlier_program_said_is_not_said_of_a_later_one(monkeypatch, tmp_path):
-    script = """
-import json, sys
-for place, line in enumerate(sys.stdin):
-    print(f"line {place}", file=sys.stderr, flush=True)
-    if place:
-        sys.exit(3)
-    sizes = dict.fromkeys("temp argument output alias host_temp host_argument host_output host_alias".split(), 0)
-    print(json.dumps({"key": "full", "untiled": False, "sizes": sizes}))
-    print(json.dumps({"done": True}), flush=True)
-"""
-    other_child(monkeypatch, tmp_path, script)
-    compiled(program())
-    with pytest.raises(CompileError, match="exit status 3 at policy='full'. Its output: line 1$"):
-        compiled(program(2))
-
-
-def test_a_process_that_nobody_asks_again_leaves(tmp_path: pathlib.Path) -> None:
-    request = {"programs": [], "topology": None, "folder": str(tmp_path), "parent": os.getpid(), "idle_seconds": 1.0}
-    command = [sys.executable, str(compiler.CHILD)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdin is not None and child.stdout is not None
-        child.stdin.write(json.dumps(request) + "\n")
-        child.stdin.flush()
-        assert json.loads(child.stdout.readline()) == {"done": True}
-        assert child.wait(timeout=60) == 1
-
-
 def test_without_the_gpu_compiler_the_command_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     exported = program()
     monkeypatch.setattr(compat.xla, "gpu_compiler_installed", lambda: False)
@@ -269,18 +206,6 @@ def test_without_the_gpu_compiler_the_command_is_given(monkeypatch: pytest.Monke
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(UnsupportedError, match="published for Linux only; use target='cpu' here"):
         compiled(exported, "h200")
-
-
-def test_a_pallas_kernel_for_a_device_that_has_no_name_says_what_to_add() -> None:
-    table = '[toy]\nkind = "gpu"\ndescription = "a toy"\n[toy.source]\n'
-    with (
-        pytest.raises(
-            UnsupportedError,
-            match=r"target='toy' does not state JAX's name for the device, which a Pallas kernel needs.*device_kinds = \[",
-        ),
-        compat.lowering_for("toy", read_table(table)["toy"].device_kinds),
-    ):
-        pass
 
 
 def test_an_operator_that_needs_cudnn_is_named_with_its_line_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

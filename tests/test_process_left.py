@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -133,12 +132,6 @@ for compiles in (False, True):
     os.waitpid(child, 0)
 jax.eval_shape(jax.grad(loss), jax.ShapeDtypeStruct((5,), jnp.float32))
 """
-ZIPPED = """
-try:
-    rj.measure(job(), "full", "cpu")
-except rj.RematError as error:
-    print(error)
-"""
 
 
 def fresh(code: str, path: pathlib.Path) -> str:
@@ -151,13 +144,3 @@ def fresh(code: str, path: pathlib.Path) -> str:
 def test_a_process_that_was_forked_after_jax_had_started_is_told_once() -> None:
     """A compilation in it would wait for ever. The process itself, which was not forked, gets no warning."""
     assert fresh(TRAINED, ROOT).count("RematWarning: this process was forked after JAX had started") == 2
-
-
-def test_a_package_in_a_zip_file_is_an_error_with_the_remedy(tmp_path: pathlib.Path) -> None:
-    shutil.make_archive(str(tmp_path / "packed"), "zip", ROOT, "remat_jax")
-    printed = fresh(ZIPPED, tmp_path / "packed.zip")
-    assert (
-        "Traceback" not in printed
-        and "packed.zip', which is not a folder" in printed
-        and "install remat-jax, or unpack it" in printed
-    )

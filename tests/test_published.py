@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ import remat_jax as rj
 from benchmarks.published.__main__ import row
 from benchmarks.published.cases import CASES, Case
 from benchmarks.published.model import Shape, workload
-from benchmarks.published.tpu_cases import GPT3_175B, LLAMA31_8B, LLAMA31_70B, fsdp, maxtext_2023, operations
+from benchmarks.published.tpu_cases import GPT3_175B, LLAMA31_8B, LLAMA31_70B, maxtext_2023, operations
 from benchmarks.true_shapes import __main__ as command
-from benchmarks.true_shapes import cases, claims, rows
+from benchmarks.true_shapes import cases
 from tests import plan_models
 
 SMALL = Shape(2, 256, 512, 2, 1024, kv_heads=1)
@@ -54,23 +53,6 @@ def test_operations_are_counted_like_maxtexts(shape: Shape, batch: int, length: 
     assert batch * length * operations(shape, length, 1.0) / (tera * 1e12) == pytest.approx(seconds, rel=2e-3)
 
 
-def test_a_tensor_axis_shards_heads_hidden_features_and_tokens() -> None:
-    work = workload(maxtext_2023(2, 512, 1024, 4), 1, 128, mesh=fsdp(8, 4))
-    placed = jax.tree.map(lambda sharding: tuple(sharding.spec), work.shardings[0])
-    layer, over = placed["layers"]["layer"], ("data", "fsdp")
-    assert layer["query"]["kernel"] == layer["up"]["kernel"] == (None, over, "tensor")
-    assert layer["out"]["kernel"] == layer["down"]["kernel"] == (None, "tensor", over)
-    assert placed["embed"]["embedding"] == ("tensor", over) and layer["norm1"]["scale"] == ()
-
-
-def test_a_layer_recomputed_as_a_whole_has_its_last_product_again() -> None:
-    def products(whole: bool) -> int:
-        step = workload(dataclasses.replace(SMALL, unrolled=True, whole=whole), 1, 128).step("full")
-        return str(jax.make_jaxpr(step.function)(*step.arguments)).count("dot_general[")
-
-    assert products(True) == products(False) + SMALL.layers
-
-
 # Plans of published models.
 
 
@@ -88,10 +70,3 @@ def test_a_small_model_through_all_of_it(tmp_path: Path, monkeypatch: pytest.Mon
     assert least < by_policy["plan"]["device_bytes"] <= budget < most
     assert by_policy["plan"]["estimated_seconds"] < by_policy["plan"]["named_seconds"]["full"]
     assert by_policy["plan"]["trained"] == "all" and by_policy["plan"]["layers"]
-
-
-def test_where_nothing_fits_the_row_says_what_is_the_least_and_what_takes_it() -> None:
-    job = plan_models.job(scanned=True)
-    row = rows.row(job, "plan", rows.Card("cpu", 10**6))
-    assert row["infeasible"] > 10**6 and sum(row["held_by"].values()) == row["infeasible"]
-    assert "parameters" in row["held_by"] and not claims.fits(row)

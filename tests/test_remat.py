@@ -191,25 +191,6 @@ def test_what_a_function_closes_over_is_differentiated_and_is_no_input() -> None
     assert to_host(lambda w: jax.grad(loss)(w, x, "offload_inputs"), w) == [(2, 3)]
 
 
-def test_keys_and_complex_and_empty_arrays_pass_through() -> None:
-    def block(x: Any, key: Any, phase: Any, empty: Any) -> Any:
-        return x * jax.random.bernoulli(key, 0.5, x.shape) * jnp.abs(phase), empty
-
-    x, key, phase, empty = jnp.arange(8.0), jax.random.key(3), jnp.exp(1j * jnp.arange(8.0)), jnp.zeros((0, 4))
-
-    def gradient(f: Any) -> Any:
-        def loss(x: Any, phase: Any) -> Any:
-            y, none = f(x, key, phase, empty)
-            assert none.shape == (0, 4)
-            return jnp.sum(y)
-
-        return jax.grad(loss, (0, 1))(x, phase)
-
-    plain = gradient(block)
-    for policy in ("full", "offload: *"):
-        assert_bit_equal(gradient(rj.remat(block, policy)), plain)
-
-
 @pytest.mark.parametrize("inner", ["full", "dots", "everything"])
 @pytest.mark.parametrize("outer", ["full", "dots", "everything"])
 def test_a_block_inside_a_block_costs_what_it_costs_by_hand(inner: str, outer: str) -> None:
@@ -303,11 +284,7 @@ def test_what_is_no_target_or_no_policy_is_refused_at_once(target: Any, policy: 
         (Mlp, "save: @dots; offload: *Linear_0:dot*", "offloads nothing in Mlp"),
         (Mlp, "offload: @dots; save: *", "it selects Mlp/Linear_0:dot_general#0, .*the backward pass reads none of these"),
         (lambda x: jnp.tanh(x), "save: @primitive:cos", "'@primitive:cos'"),
-        (
-            lambda x: jnp.sin(x),
-            "offload_inputs",
-            "offloads nothing in lambda: an offload rule must select an array of rank 1 or",
-        ),
+        (lambda x: jnp.sin(x), "offload_inputs", "offloads nothing in lambda: .* select an array of rank 1 or"),
     ],
 )
 def test_a_policy_without_effect_is_an_error_when_it_runs(target: Any, policy: str, message: str) -> None:

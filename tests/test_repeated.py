@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from flax import nnx
 
 import remat_jax as rj
 from remat_jax.core import block as graph_block
 from remat_jax.core import repeated
+from tests.small_models import NnxMlp, NnxStack
 
 
 class Layer(nn.Module):
@@ -224,15 +224,7 @@ def test_layers_that_close_over_arrays_of_their_own_share_nothing():
 
 
 def test_nnx_layers_share_them(counts):
-    class Block(nnx.Module):
-        def __init__(self, rngs):
-            self.up = nnx.Linear(8, 8, rngs=rngs)
-
-        def __call__(self, x):
-            return x + jnp.tanh(self.up(x))
-
-    model = nnx.Sequential(*(Block(nnx.Rngs(0)) for _ in range(3)))
-    job = rj.Workload.from_nnx(model, lambda model, x: (model(x) ** 2).sum(), (X,), Block)
+    job = rj.Workload.from_nnx(NnxStack(3), lambda model, x: (model(x) ** 2).sum(), (X[..., :4],), NnxMlp)
     names = {row.name for row in rj.residuals(job, "dots").rows}
     assert counts["named"] == 1
-    assert {name.partition(":")[0].removesuffix("/up") for name in names} >= {f"layers/{index}" for index in range(3)}
+    assert {name.partition(":")[0].removesuffix("/down") for name in names} >= {f"layers/{index}" for index in range(3)}

@@ -10,7 +10,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 import remat_jax as rj
 from remat_jax import compat
@@ -64,19 +63,6 @@ def test_off_takes_the_checkpoints_away() -> None:
     assert count_regions(jax.make_jaxpr(rj.replan(loss, "dots"))(params, x)) == 1
 
 
-def test_the_table_of_residuals_is_as_asked() -> None:
-    loss, params, x = make_loss(nn.remat(Attention), scanned=True)
-
-    def table(policy: str) -> tuple[int, int]:
-        replanned = rj.replan(loss, policy)
-        pullback = jax.make_jaxpr(lambda p, x: jax.vjp(lambda p: replanned(p, x), p)[1])(params, x)
-        kept = {var: var.aval for var in pullback.jaxpr.outvars if var not in pullback.jaxpr.invars and not hasattr(var, "val")}
-        exps = [aval for aval in kept.values() if aval.shape == (2, 2, 3, 3)]
-        return len(exps), sum("host" in str(aval.memory_space).lower() for aval in exps)
-
-    assert [table(policy) for policy in ("full", "save: *:exp#0", "offload: *:exp#0")] == [(0, 0), (1, 0), (1, 1)]
-
-
 @pytest.mark.parametrize("around", ["none", "jit", "scan", "cond", "vmap", "custom_jvp function", "shard_map"])
 def test_regions_are_found_wherever_they_are(x64: None, around: str) -> None:
     def layer(w: Any, x: Any) -> Any:
@@ -124,23 +110,6 @@ def test_inputs_are_what_was_computed_and_not_parameters() -> None:
     with pytest.raises(NoEffectError, match="offloads nothing"):
         # The function's own arguments are no inputs of its first block.
         jax.grad(rj.replan(lambda w, x: jnp.sum(layer(w, x[0], x)), "offload_inputs"))(jnp.eye(3), x)
-
-
-def test_nnx_remat_is_found() -> None:
-    class Layer(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.up, self.down = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
-
-        @nnx.remat
-        def __call__(self, x: Any) -> Any:
-            return self.down(jnp.tanh(self.up(x)))
-
-    graphdef, state = nnx.split(Layer(nnx.Rngs(0)))
-    loss = lambda state, x: jnp.sum(jnp.sin(nnx.merge(graphdef, state)(x)))  # noqa: E731
-    x = jnp.ones((2, 4))
-    counts = [matmuls(jax.value_and_grad(f), state, x) for f in (loss, rj.replan(loss, "full"), rj.replan(loss, "dots"))]
-    assert counts[1:] == [6, 5] and counts[0] == 6
-    assert to_host(jax.grad(rj.replan(loss, "offload: *tanh*")), state, x) == [(2, 8)]
 
 
 def test_arguments_outputs_and_inner_regions_are_kept() -> None:

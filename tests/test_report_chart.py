@@ -27,6 +27,23 @@ def texts(root):
     return [text.text for text in root.iter(f"{SVG}text")]
 
 
+def boxes(root, *names):
+    """The rectangle (left, top, right, bottom) of each small text with one of the names, in the order of the picture."""
+    found = []
+    for text in root.iter(f"{SVG}text"):
+        if text.text in names and text.get("font-size") == "12":
+            x, bottom, width = float(text.get("x")), float(text.get("y")), text_width(text.text, 12)
+            left = x - width if text.get("text-anchor") == "end" else x
+            found.append((left, bottom - 10, left + width, bottom + 2))
+    return found
+
+
+def named_point(place, others, limit, **options):
+    """A picture of three points, the first of them named, left of a limit."""
+    points = Series("named", INK, points=[place, *others], names=["a_named_policy", "", ""])
+    return chart([Panel("", "x", "y", [points, *options.pop("also", ())], limit=("budget", limit))], **options).svg()
+
+
 def overlap(a, b):
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
@@ -56,12 +73,6 @@ def test_ticks_are_written_plainly():
     assert {"4", "64", "256", "2", "128"} <= set(labels) and not any("." in text for text in labels)
 
 
-def test_panels_stand_side_by_side():
-    root = drawn(PANEL, Panel("Other", "x", "y", [RESULT], binary_y=True))
-    at = {text.text: float(text.get("x")) for text in root.iter(f"{SVG}text")}
-    assert at["Other"] - at["Work"] == 500 and "0.25" in texts(root)
-
-
 def test_names_cover_neither_names_nor_points_nor_lines():
     points = [(1.0, 122.0), (1.29, 14.0), (1.31, 14.0), (1.33, 14.0), (1.0, 122.5), (1.41, 0.0)]
     names = ["off", "checkpoint", "the same", "again", "off", "a name that is long"]
@@ -70,23 +81,19 @@ def test_names_cover_neither_names_nor_points_nor_lines():
     joined = next(path.get("d") for path in root.iter(f"{SVG}path") if path.get("stroke") == INK)
     corners = [tuple(map(float, corner.split())) for corner in joined[1:].split("L")]
     marks = [((1 - at) * a + at * c, (1 - at) * b + at * d) for (a, b), (c, d) in pairwise(corners) for at in EIGHTHS]
-    boxes = []
-    for text in root.iter(f"{SVG}text"):
-        if text.text in names and text.get("font-size") == "12":
-            left, bottom = float(text.get("x")), float(text.get("y"))
-            boxes.append((left, bottom - 10, left + text_width(text.text, 12), bottom + 2))
     marks += [(float(circle.get("cx")), float(circle.get("cy"))) for circle in root.iter(f"{SVG}circle")]
-    assert len(boxes) == 6 and len(marks) == 5 * 8 + 7
-    assert [(a, b) for a, b in combinations(boxes, 2) if overlap(a, b)] == []
-    assert [(box, x) for box in boxes for x, y in marks if box[0] < x < box[2] and box[1] < y < box[3]] == []
-    assert all(70 <= box[0] and box[2] <= 1000 for box in boxes)
+    drawn_names = boxes(root, *names)
+    assert len(drawn_names) == 6 and len(marks) == 5 * 8 + 7
+    assert [(a, b) for a, b in combinations(drawn_names, 2) if overlap(a, b)] == []
+    assert [(box, x) for box in drawn_names for x, y in marks if box[0] < x < box[2] and box[1] < y < box[3]] == []
+    assert all(70 <= box[0] and box[2] <= 1000 for box in drawn_names)
 
 
 def test_a_name_keeps_clear_of_a_line_of_other_names_and_of_the_edge():
     (box,) = place_labels([(50, 50)], [(20, 10)], (0, 0, 100, 100), taken=boxes_along([(50, 50), (100, 50)]))
     assert not box[1] < 50 < box[3] or box[2] < 50
-    boxes = place_labels([(50, 50)] * 4, [(30, 10)] * 4, (0, 0, 200, 100))
-    assert [(a, b) for a, b in combinations(boxes, 2) if overlap(a, b)] == []
+    same_place = place_labels([(50, 50)] * 4, [(30, 10)] * 4, (0, 0, 200, 100))
+    assert [(a, b) for a, b in combinations(same_place, 2) if overlap(a, b)] == []
     assert len(place_labels([(5, 5)] * 9, [(30, 10)] * 9, (0, 0, 10, 10))) == 9, "a full area has each name all the same"
     # To the right it would be cut off; the first place inside the area is to the left, slightly higher than the point.
     (at_the_edge,) = place_labels([(98, 50)], [(30, 10)], (0, 0, 100, 100))
@@ -96,77 +103,44 @@ def test_a_name_keeps_clear_of_a_line_of_other_names_and_of_the_edge():
 def test_a_name_keeps_clear_of_the_ring_around_its_point_and_of_the_limit():
     """Right of its point, the name would cross the limit."""
     point = (2.0, 1.0)
-    named = Series("named", INK, points=[point, (1.0, 2.0), (4.0, 3.0)], names=["a_named_policy", "", ""])
-    root = drawn(Panel("", "x", "y", [named, Series("ring", VERMILLION, rings=[point])], limit=("budget", 2.2)))
+    picture = named_point(point, [(1.0, 2.0), (4.0, 3.0)], 2.2, also=[Series("ring", VERMILLION, rings=[point])])
+    root = ElementTree.fromstring(picture)
     ring = next(circle for circle in root.iter(f"{SVG}circle") if circle.get("stroke") == VERMILLION)
-    limit = next(text for text in root.iter(f"{SVG}text") if text.text == "budget")
-    name = next(text for text in root.iter(f"{SVG}text") if text.text == "a_named_policy")
-    left, below = float(name.get("x")), float(name.get("y"))
-    right, above = left + text_width("a_named_policy", 12), below - 12
-    across, down = float(ring.get("cx")), float(ring.get("cy"))
-    assert right < across - 11 or left > across + 11 or above > down + 11 or below < down - 11
-    assert not left <= float(limit.get("x")) + 6 <= right
+    x, y = float(ring.get("cx")), float(ring.get("cy"))
+    (name,), (limit,) = boxes(root, "a_named_policy"), boxes(root, "budget")
+    assert not overlap(name, (x - 11, y - 11, x + 11, y + 11))
+    assert not name[0] <= limit[2] + 6 <= name[2]
 
 
 def test_a_limit_has_a_gap_for_a_name_that_must_cross_it():
-    name, place = "a_policy_with_a_long_name", (2.0, 1.0)
-    named = Series("named", INK, points=[place, (1.0, 2.0), (4.0, 3.0)], names=[name, "", ""])
-    picture = chart([Panel("", "x", "y", [named], limit=("budget", 2.2))], width=280).svg()
-    text = next(text for text in ElementTree.fromstring(picture).iter(f"{SVG}text") if text.text == name)
-    left, below = float(text.get("x")), float(text.get("y"))
+    picture = named_point((2.0, 1.0), [(1.0, 2.0), (4.0, 3.0)], 2.2, width=240)
+    ((left, above, right, below),) = boxes(ElementTree.fromstring(picture), "a_named_policy")
     lines = re.findall(rf'd="M([\d.]+) ([\d.]+)L[\d.]+ ([\d.]+)" fill="none" stroke="{VERMILLION}"', picture)
     (x, top, start), (_, end, bottom) = [tuple(map(float, line)) for line in lines]
-    assert left < x < left + text_width(name, 12)
-    assert top < start <= below - 9 and below <= end < bottom
+    assert left < x < right and top < start <= above + 1 and below - 2 <= end < bottom
 
 
 def test_a_name_crosses_the_limit_rather_than_go_far_away_and_keeps_clear_of_the_limits_name():
     """As in a report: a line close to the left of the point, and the limit close to the right."""
-    (near,) = place_labels(
-        [(50, 100)],
-        [(150, 14)],
-        (0, 0, 600, 200),
-        taken=boxes_along([(40, 0), (45, 200)]),
-        crossed=boxes_along([(120, 0), (120, 200)]),
-    )
+    line, limit = boxes_along([(40, 0), (45, 200)]), boxes_along([(120, 0), (120, 200)])
+    (near,) = place_labels([(50, 100)], [(150, 14)], (0, 0, 600, 200), taken=line, crossed=limit)
     assert near[0] == pytest.approx(59) and near[2] > 120, "beside the point"
     (clear,) = place_labels([(50, 100)], [(60, 14)], (0, 0, 600, 200), crossed=boxes_along([(100, 0), (100, 200)]))
     assert not clear[0] < 100 < clear[2], "a place nearby without crossing"
-    named = Series("named", INK, points=[(2.15, 3.0), (1.0, 1.0), (4.0, 1.0)], names=["a_named_policy", "", ""])
-    root = drawn(Panel("", "x", "y", [named], limit=("budget", 2.2)))
-    at = {text.text: (float(text.get("x")), float(text.get("y"))) for text in root.iter(f"{SVG}text")}
-    (left, below), (end, line) = at["a_named_policy"], at["budget"]
-    boxes = (
-        (left, below - 12, left + text_width("a_named_policy", 12), below),
-        (end - text_width("budget", 12), line - 12, end, line),
-    )
-    assert not overlap(*boxes)
+    root = ElementTree.fromstring(named_point((2.15, 3.0), [(1.0, 1.0), (4.0, 1.0)], 2.2))
+    assert not overlap(*boxes(root, "a_named_policy", "budget"))
 
 
-def test_a_bars_text_interrupts_the_line_of_the_limit():
-    picture = stacked_figure(
-        {"off": {("a", "kept"): 40}, "full": {("a", "kept"): 29}}, "bytes", limit=("budget", 30), width=800
-    )
-    root = ElementTree.fromstring(picture.svg())
-    lines = [path.get("d") for path in root.iter(f"{SVG}path") if path.get("stroke-dasharray")]
-    spans = [tuple(map(float, re.findall(r" ([\d.]+)", line))) for line in lines]
-    text = next(text for text in root.iter(f"{SVG}text") if (text.text or "").startswith("29"))
-    assert {"off", "full"} <= {text.text for text in root.iter(f"{SVG}text")}
-    assert len(spans) == 4, "one line of off, two of full, and the key"
-    assert not any(top < float(text.get("y")) - 4 < bottom for top, bottom in spans)
-
-
-def test_a_limit_is_named_and_in_view():
-    picture = chart([Panel("t", "x", "y", [RESULT], limit=("budget", 40.0))])
-    x = re.search(r'd="M([\d.]+) [^"]*" fill="none" stroke="#D55E00" stroke-width="1.3" stroke-dasharray', picture.svg())
-    assert x is not None and 900 < float(x[1]) < 985 and ">budget<" in picture.svg()
-
-
-def test_nothing_to_draw_is_refused():
-    with pytest.raises(ValueError, match="panels is empty"):
-        chart([])
-    with pytest.raises(ValueError, match=r"panels\[1\] has no point to draw"):
-        chart([PANEL, Panel("t", "x", "y", [Series("a", INK)])])
+@pytest.mark.parametrize(("width", "interrupting"), [(800, ["29 B"]), (380, ["off", "full", "29 B"])])
+def test_texts_interrupt_the_line_of_the_limit(width, interrupting):
+    """In a narrow picture the names are above the bars."""
+    memory = {"off": {("a", "kept"): 40}, "full": {("a", "kept"): 29}}
+    root = ElementTree.fromstring(stacked_figure(memory, "bytes", limit=("budget", 30), width=width).svg())
+    dashed = [path.get("d") for path in root.iter(f"{SVG}path") if path.get("stroke-dasharray")]
+    *spans, _of_the_key = [tuple(map(float, re.findall(r" ([\d.]+)", line))) for line in dashed]
+    middles = [float(text.get("y")) - 4 for text in root.iter(f"{SVG}text") if text.text in interrupting]
+    assert len(spans) == 3, "one line of off and two of full"
+    assert len(middles) == len(interrupting) and not any(top < at < bottom for top, bottom in spans for at in middles)
 
 
 # Stacked bars.
@@ -261,9 +235,9 @@ def test_only_a_number_that_differs_is_a_layer_and_only_the_outermost():
 
 def test_the_panels_show_bytes_and_shares():
     picture = module_memory_figure(MEMORY, "net on h200")
-    texts = [text.text for text in ElementTree.fromstring(picture.svg()).iter(f"{SVG}text")]
-    assert texts[0] == "net on h200" and [text for text in texts if text in MEMORY] == ["off", "full"]
-    assert {"on the device at the peak, MiB", "of each bar, %"} <= set(texts)
+    shown = texts(ElementTree.fromstring(picture.svg()))
+    assert shown[0] == "net on h200" and [text for text in shown if text in MEMORY] == ["off", "full"]
+    assert {"on the device at the peak, MiB", "of each bar, %"} <= set(shown)
     whole = bars(picture)
     left, right = ([bar for bar in whole if (bar[0] > 520) == is_right] for is_right in (False, True))
     per_mib = left[0][2] / 96
@@ -277,11 +251,11 @@ def test_the_panels_show_bytes_and_shares():
     assert kept[4] == "off: A block_*/up, kept 96.0 MiB, 85.0 % (100,663,296 bytes)"
     assert again[4] == "full: A block_*/up, working set 8.0 MiB, 53.3 % (8,388,608 bytes)"
     assert kept[3] == again[3] and again[4] in hatched(picture) and kept[4] not in hatched(picture)
-    assert [text for text in texts if text.endswith("0 MiB")] == ["113.0 MiB", "15.0 MiB"]
+    assert [text for text in shown if text.endswith("0 MiB")] == ["113.0 MiB", "15.0 MiB"]
     legend = ["A", "block_*/up", "B", "head", "C", "of no module", "D", "parameters", "E", "batch"]
-    assert texts[-11:] == [*legend, "hatched: recomputed or backward"]
+    assert shown[-11:] == [*legend, "hatched: recomputed or backward"]
     # A wide enough part has its letter, so colour is not its only mark.
-    assert texts.count("A") == 6 and texts.count("E") == 1
+    assert shown.count("A") == 6 and shown.count("E") == 1
 
 
 def test_the_legend_is_inside_the_picture_also_with_long_names():
@@ -301,15 +275,3 @@ def test_the_legend_is_inside_the_picture_also_with_long_names():
 def test_what_cannot_be_drawn_is_an_error(memory, modules, message):
     with pytest.raises(ValueError, match=message):
         module_memory_figure(memory, "t", modules)
-
-
-def test_in_a_narrow_picture_the_limit_leaves_out_the_names_above_the_bars():
-    picture = stacked_figure(
-        {"off": {("a", "kept"): 40}, "full": {("a", "kept"): 10}}, "bytes", limit=("budget", 30), width=380
-    )
-    root = ElementTree.fromstring(picture.svg())
-    names = [float(text.get("y")) for text in root.iter(f"{SVG}text") if text.text in ("off", "full")]
-    dashed = [path.get("d") for path in root.iter(f"{SVG}path") if path.get("stroke-dasharray")]
-    spans = [tuple(float(number) for number in re.findall(r" ([\d.]+)", path)) for path in dashed[:2]]
-    assert [top - name for name, (top, _) in zip(names, spans, strict=True)] == pytest.approx([4, 4])
-    assert [bottom - top for top, bottom in spans] == pytest.approx([32, 32])

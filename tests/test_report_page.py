@@ -1,7 +1,10 @@
-"""A report's page in a browser: the slider, light and dark, its requests, and its accessibility."""
+"""The pages of a report and of a comparison in a browser: what moves, light and dark, their requests, accessibility."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import remat_jax as rj
-from remat_jax.planning.page import page as plan_page
+from remat_jax.parity.report import ParityReport
+from remat_jax.parity.report_data import MemoryRow, TensorRow
 from remat_jax.report import format_bytes
 from tests.browser import Browser, Tab
 from tests.report_pages import JOB, PLAN, POLICIES, parity_report
@@ -124,16 +128,6 @@ def test_the_slider_moves_along_the_frontier(tab: Tab) -> None:
     assert figures(tab) == after and ring(tab) == ring_of_least
 
 
-def test_the_slider_says_what_is_over_the_budget_of_host_memory(browser: Browser, tmp_path: Path) -> None:
-    (path := tmp_path / "plan.html").write_text(plan_page(replace(PLAN, host_budget=PLAN.host_bytes)), encoding="utf-8")
-    tab = browser.open(path)
-    says = "document.querySelector('#says').textContent"
-    assert "over" not in tab.value(says)
-    tab.value("document.querySelector('#at').focus()")
-    tab.press("ArrowLeft", 37)
-    assert tab.value(says).endswith("; over the budget of host memory")
-
-
 def test_light_and_dark_follow_the_system_and_the_switch(tab: Tab) -> None:
     light = colours(tab)
     prefer(tab, "dark")
@@ -200,3 +194,94 @@ def test_parts_differ_in_more_than_their_colours(tab: Tab) -> None:
         assert len(set(letters)) >= 2 and letters[-len(set(letters)) :] == sorted(set(letters))
     # Three bars in two panels, one of which has nothing in host memory; and the legend.
     assert tab.value("document.querySelectorAll('#parts [data-point]:not([hidden]) .broad .hatch').length") >= 3
+
+
+# The page of a comparison with PyTorch.
+
+
+MODES = ("off", "checkpoint", "offload")
+INSIDE = [f"{where}.{parameter}" for where in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+          for parameter in ("weight", "bias")]  # fmt: skip
+LAYERS = [f"h.{i}.{name}" for i in range(12) for name in INSIDE]
+PARAMETERS = ["wte.weight", "wpe.weight", *LAYERS, "ln_f.weight", "ln_f.bias"]
+WRONG = ["h.2.ln_2.bias", "h.3.attn.c_attn.bias", "h.3.attn.c_attn.weight"]
+
+
+@functools.cache
+def large_parity() -> ParityReport:
+    """A comparison of the size of GPT-2, 124 million parameters, with three wrong gradients."""
+    made = random.Random(0)
+    rows = []
+    for kind, name in [("output", "logits"), ("output", "loss"), *itertools.product(("gradient", "update"), PARAMETERS)]:
+        errors = {mode: made.uniform(1e-17, 1e-14) for mode in MODES}
+        rows.append(TensorRow(kind, name, f"params/{name.replace('.', '/')}", (768, 2304), made.uniform(1e-6, 1e3), errors))
+        if kind == "gradient" and name in WRONG:
+            rows[-1].fail("2.0 off in float64", "off")
+    memory = [MemoryRow(mode, side, 1 << 33, 1 << 30, 1 << 34, "compiled") for mode in MODES for side in ("PyTorch", "JAX")]
+    names = {"torch": "GPT2LMHeadModel", "rules": "wte.weight -> params/wte/embedding", "modes": MODES, "dtypes": ("float64",)}
+    divergence = {"torch_path": "h/3/attn", "flax_path": "h_3/attn", "error": 2.0, "reference": 1.0}
+    names["divergences"] = {"forward": None, "backward": divergence}
+    return replace(parity_report(), rows=tuple(rows), memory=tuple(memory), **names)
+
+
+@pytest.fixture(scope="module")
+def parity_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return large_parity().to_html(tmp_path_factory.mktemp("page") / "parity.html")
+
+
+@pytest.fixture
+def parity(browser: Browser, parity_file: Path) -> Tab:
+    return browser.open(parity_file)
+
+
+def shown(tab: Tab, column: int) -> list[str]:
+    """The cells of a column in the visible rows."""
+    return tab.value(
+        "[...document.querySelectorAll('#rows tbody tr')].filter(row => row.getClientRects().length)"
+        f".map(row => row.cells[{column}].textContent)"
+    )
+
+
+def test_a_click_on_a_head_sorts_and_another_turns_the_order_round(parity: Tab, parity_file: Path) -> None:
+    norms = [f"{row.norm:.1e}" for row in sorted(large_parity().rows, key=lambda row: row.norm or 0)]
+    assert shown(parity, 4) != norms
+    parity.click("#rows th button", nth=4)
+    assert shown(parity, 4) == norms
+    assert parity.value("document.querySelectorAll('#rows th')[4].ariaSort") == "ascending"
+    parity.click("#rows th button", nth=4)
+    assert shown(parity, 4) == norms[::-1]
+    assert parity.value("[...document.querySelectorAll('#rows th')].map(head => head.ariaSort).join()").count("none") == 6
+    parity.click("#rows th button", nth=1)  # names: the layers in numerical order
+    layers = [name.split(".")[1] for name in shown(parity, 1) if name.startswith("h.")]
+    assert layers == sorted(layers, key=int) and layers[-1] == "11"
+    assert parity.requests == [parity_file.as_uri()] and parity.errors == []
+
+
+def test_what_is_typed_chooses_the_rows(parity: Tab) -> None:
+    assert parity.value("document.querySelector('#count').textContent") == "298 of 298"
+    parity.type("#filter", "H.11.mlp")
+    assert shown(parity, 1) == [name for name in LAYERS if name.startswith("h.11.mlp")] * 2
+    assert parity.value("document.querySelector('#count').textContent") == "8 of 298"
+    for _ in range(len("H.11.mlp")):
+        parity.press("Backspace", 8)
+    assert len(shown(parity, 1)) == 298
+    parity.click("#failed")
+    assert sorted(shown(parity, 1)) == WRONG
+
+
+def test_everything_is_reached_by_the_keyboard(parity: Tab) -> None:
+    parity.click("#filter")
+    parity.press("Tab", 9)
+    parity.press("Tab", 9)
+    assert parity.value("document.activeElement.dataset.column") == "0"
+    parity.send("Input.dispatchKeyEvent", type="keyDown", key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r")
+    assert parity.value("document.querySelectorAll('#rows th')[0].ariaSort") == "ascending"
+
+
+def test_it_opens_where_it_went_wrong(parity: Tab) -> None:
+    opened = parity.value(
+        "[...document.querySelectorAll('.tree details[open] > summary')].map(one => one.textContent.split(' ')[0])"
+    )
+    assert opened == ["GPT2LMHeadModel", "h", "2", "ln_2", "3", "attn", "c_attn"]
+    # Residuals on device and host, and the peak, in two panels; the peak's bars have one part each.
+    assert parity.value("document.querySelectorAll('.broad rect:has(title)').length") == (2 * 2 + 1) * 6

@@ -89,25 +89,3 @@ def test_openpi_heads_layers_and_pairs_go_to_their_places() -> None:
     leaves = Variables(variables).leaves
     for name, shape, path, theirs, ours in OPENPI_JAX:
         assert tensors[name].shape == shape and tensors[name][theirs] == leaves[f"params/{path}"][ours], name
-
-
-def test_openpi_without_groups_has_queries_keys_and_values_in_one() -> None:
-    variables = numbered(shapes("pi0 without groups", False))
-    rules = pi0_rules.rules(MODELS["pi0 without groups"][1], False, "openpi_jax")
-    tensor = porting.to_torch(variables, rules, numpy=True)["PaliGemma/llm/layers/attn/qkv_einsum_1/w"]
-    leaves = Variables(variables).leaves
-    assert tensor.shape == (3, 3, 4, 20, 10)
-    for index, name in enumerate(("q_proj", "k_proj", "v_proj")):
-        assert tensor[2, index, 3, 4, 5] == leaves[f"params/layers_2/experts_1/{name}/kernel"][4, 35]
-
-
-def test_a_checkpoint_keeps_paligemmas_embedding_under_either_name() -> None:
-    """If one tensor has two names, `safetensors` stores one of them."""
-    rules = pi0_rules.rules(MODELS["pi0"][1], True, "openpi_pytorch")
-    variables = numbered(shapes("pi0", True))
-    tensors = porting.to_torch(variables, rules, numpy=True)
-    ((first, second),) = rules.ties
-    for name in (first.text, second.text):
-        kept = {each: tensor for each, tensor in tensors.items() if each != name}
-        back = porting.from_torch(kept, shapes("pi0", True), rules)
-        assert all(map(np.array_equal, jax.tree.leaves(back), jax.tree.leaves(variables)))

@@ -111,17 +111,6 @@ def test_a_mask_that_a_scan_broadcasts(policy: str, scans_offload: None) -> None
     assert (host, kept) == (LAYERS * X, [(MASK, None)])
 
 
-def test_regions_that_are_replanned() -> None:
-    def loss(w: Any, x: Any) -> Any:
-        mask = jnp.cos(x)
-        for index in range(LAYERS):
-            x = jax.checkpoint(lambda x, m, index=index: jnp.tanh(x @ w[index]) * m)(x * 2, mask)
-        return jnp.sum(x)
-
-    # The inputs of the three regions, without the mask.
-    assert fetched(jax.grad(rj.replan(loss, "offload_inputs")), WEIGHTS, ROWS) == LAYERS
-
-
 WEIGHTS, ROWS = values(LAYERS, WIDTH, WIDTH), values(TOKENS, WIDTH)
 
 

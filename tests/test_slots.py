@@ -1,8 +1,7 @@
-"""A scanned offload as compiled for a GPU: the slot of its copies, its refusal, and XLA's peak."""
+"""A scanned offload as compiled for a GPU: the slot of its copies, and its refusal."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import os
 import pathlib
@@ -167,27 +166,3 @@ def test_where_no_gpu_is_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(versions, "JAX_VERSION", (0, 11, 0))
     assert not versions.has_gpu()
     differentiate()
-
-
-# --- the peak that is not used ----------------------------------------------------------------------------------------
-
-
-@needs_gpu_compiler
-def test_xlas_own_peak_is_host_memory_where_more_is_there_than_on_the_device(scanned: Compiled) -> None:
-    device = scanned.argument + scanned.output - scanned.alias + scanned.temp
-    assert scanned.temp < HOST
-    # Arguments, results and, to a few kB, all host bytes; none of the 50 MB or more of device scratch memory.
-    assert abs(scanned.peak - (scanned.argument + scanned.output + HOST)) < 2**14
-    assert scanned.peak > 1.3 * device
-
-
-def test_nothing_reads_xlas_own_peak() -> None:
-    package = pathlib.Path(remat_jax.__file__).parent
-    names = {
-        node.attr if isinstance(node, ast.Attribute) else str(node.value)
-        for path in package.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
-    }
-    assert "memory_analysis" in names
-    assert {name for name in names if "peak_memory" in name} == set()

@@ -100,9 +100,7 @@ def test_blocks_by_class_tuple_glob_or_as_the_lists_that_there_are():
 
 
 def test_models_without_such_blocks_and_wrong_arguments_are_refused():
-    with pytest.raises(
-        BlockError, match=r"no list of two or more modules of one class. Pass blocks=.*Linear, List, Model, NnxMlp"
-    ):
+    with pytest.raises(BlockError, match=r"no list of two or more modules of one class.*Linear, List, Model, NnxMlp"):
         rj.enable_gradient_checkpointing(Model(1))
     with pytest.raises(BlockError, match="no module for blocks='layer/.'"):
         rj.enable_gradient_checkpointing(Model(), blocks="layer/?")

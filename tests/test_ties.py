@@ -100,39 +100,6 @@ def test_nothing_to_differentiate_means_nothing_to_tie() -> None:
     assert barriers(lambda w: jax.jvp(lambda s: s * jnp.sum(block(w, x, index)[0]), (1.0,), (1.0,)), w) == 0
 
 
-LOOPS: dict[str, tuple[Any, bool]] = {
-    "jit": (lambda note, x: jax.jit(note)(x), False),
-    "grad of jit": (lambda note, x: jax.grad(lambda x: jnp.sum(jax.jit(note)(x)))(x), False),
-    "vmap": (lambda note, x: jax.vmap(note)(x), False),
-    "cond": (lambda note, x: jax.lax.cond(True, note, lambda x: x, x), False),
-    "scan": (lambda note, x: jax.lax.scan(lambda c, _: (jax.jit(jax.vmap(note))(c), None), x, length=2), True),
-    "grad of scan": (
-        lambda note, x: jax.grad(lambda x: jnp.sum(jax.lax.scan(lambda c, _: (note(c), None), x, length=2)[0]))(x),
-        True,
-    ),
-    "scan of grad": (
-        lambda note, x: jax.lax.scan(lambda c, _: (jax.grad(lambda c: jnp.sum(note(c)))(c), None), x, length=2),
-        True,
-    ),
-    "fori": (lambda note, x: jax.lax.fori_loop(0, 2, lambda _, c: note(c), x), True),
-    "while": (lambda note, x: jax.lax.while_loop(lambda c: c[0] < 3, note, x), True),
-    "map": (lambda note, x: jax.lax.map(note, x), True),
-}
-
-
-def test_in_loop_sees_through_every_transformation() -> None:
-    seen: dict[str, bool] = {}
-    for name, (run, _) in LOOPS.items():
-
-        def note(x: Any, name: str = name) -> Any:
-            seen[name] = compat.in_loop()
-            return x * 2
-
-        jax.eval_shape(lambda x, run=run, note=note: run(note, x), jnp.ones(3))
-    assert seen == {name: looped for name, (_, looped) in LOOPS.items()}
-    assert not compat.in_loop()
-
-
 def test_a_gradient_beside_a_value_that_is_differentiated_again(x64: None) -> None:
     """Only the second derivative is refused; host arrays have no cotangent here."""
     loss, params, x = make_loss()
@@ -141,38 +108,6 @@ def test_a_gradient_beside_a_value_that_is_differentiated_again(x64: None) -> No
         return jax.jit(jax.grad(lambda params: jax.value_and_grad(fn)(params, x)[0]))(params)
 
     assert_same(values_only(rj.checkpoint_blocks(loss, {Mlp: OFFLOADS[1]})), values_only(loss))
-
-
-@jax.custom_vjp
-def scaled(p: Any, y: Any) -> Any:
-    return p * y, y
-
-
-scaled.defvjp(lambda p, y: (scaled(p, y), (p, y)), lambda kept, g: (g[0] * kept[1], g[0] * kept[0] + g[1]))
-
-
-@pytest.mark.parametrize(("policy", "times_called"), [("full", 1), ("offload: *", 2), ("offload_inputs", 1)])
-def test_a_custom_vjp_that_gives_one_result_to_a_whole_batch(policy: str, times_called: int, x64: None) -> None:
-    """The gradient of JAX 0.10 itself is wrong here: it counts the shared result for each row; JAX 0.12 raises an error."""
-
-    def gradient(rule: Any, policy: str) -> Any:
-        block = rj.remat(lambda w, p, c: rule(jnp.sin(p), jnp.tanh(w @ c)), policy)
-
-        def row(w: Any, p: Any, c: Any) -> Any:
-            for _ in range(times_called):
-                p, y = block(w, p, c)
-            return p.sum() + y.sum()
-
-        return jax.jit(jax.grad(lambda w, p, c: jax.vmap(row, (None, 0, None))(w, p, c).sum(), (0, 1, 2)))
-
-    w, p, c = jnp.full((4, 4), 0.1), jnp.linspace(0.1, 1, 48).reshape(3, 4, 4), jnp.full((4, 4), 0.3)
-    expected = gradient(lambda p, y: (p * y, y), "off")(w, p, c)
-    try:
-        grads = gradient(scaled, policy)(w, p, c)
-    except ValueError as error:
-        assert "primal output that is shared across" in str(error)
-    else:
-        assert_same(grads, expected)
 
 
 @pytest.mark.parametrize("policy", ["full", "offload: *tanh*"])

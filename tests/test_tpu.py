@@ -183,9 +183,7 @@ def test_a_slice_of_a_users_chip(tmp_path: Path) -> None:
 def test_a_compiler_that_is_missing_or_of_another_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     xla = sys.modules["remat_jax.compat.xla"]
     monkeypatch.setattr(xla, "_libtpu_of_jax", lambda: "9.9.*")
-    with pytest.raises(
-        UnsupportedError, match=r"does not belong to JAX .* needs libtpu==9.9.\*: pip install 'remat-jax\[tpu-compile\]'"
-    ):
+    with pytest.raises(UnsupportedError, match=r"needs libtpu==9.9.\*: pip install 'remat-jax\[tpu-compile\]'"):
         compat.require_tpu_compiler()
     monkeypatch.setattr(xla, "_libtpu_of_jax", lambda: "0.0.4.*")
     for version, belongs in (("0.0.4", True), ("0.0.4.1", True), ("0.0.42", False), (None, True)):

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import remat_jax as rj
 from remat_jax import compat
@@ -185,18 +184,6 @@ def test_checkpointed_blocks_inside(x64):
     assert times("dot_general", accumulated, *data()) > times("dot_general", rj.accumulate_gradients(summed, 3), *data())
 
 
-def test_nnx_by_functions(x64):
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0), param_dtype=jnp.float64)
-    graph, params = nnx.split(model)
-
-    def loss(params: Any, x: Any) -> Any:
-        return jnp.sum(nnx.merge(graph, params)(x) ** 2), x.shape[0]
-
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)))
-    expected = jax.value_and_grad(lambda p: loss(p, x)[0] / 6)(params)
-    assert_same(rj.accumulate_gradients(loss, 3)(params, x), expected, 1e-12)
-
-
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -254,9 +241,7 @@ def test_wrong_arguments_are_named():
         rj.accumulate_gradients(summed, 2)(params, x, {"scale": 2.0})
     with pytest.raises(ArgumentError, match="batch: expected at least one array"):
         rj.accumulate_gradients(summed, 2)(params, jax.random.key(0))
-    with pytest.raises(
-        ArgumentError, match=r"loss returned float32\[\]: expected \(sum of losses, number of targets\).*not a mean"
-    ):
+    with pytest.raises(ArgumentError, match=r"loss returned float32\[\]: expected \(sum of losses, number of.*not a mean"):
         rj.accumulate_gradients(mean, 2)(params, x, mask)
     with pytest.raises(ArgumentError, match=r"expected \(\(sum of losses, number of targets\), aux\)"):
         rj.accumulate_gradients(summed, 2, has_aux=True)(params, x, mask)

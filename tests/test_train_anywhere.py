@@ -7,6 +7,7 @@ import gc
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,16 +21,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import remat_jax as rj
 from examples import train_anywhere
-from examples.distributed import command, processes, training
+from examples.distributed import command, training
 from examples.distributed.checkpoints import CheckpointError, Checkpoints
 from examples.distributed.setting import Setting
 from remat_jax.errors import ArgumentError, PolicyError
 from remat_jax.memory.compile.options import OPTION
-from remat_jax.planning.model import Model
-from tests import plan_by_hand
-from tests.test_processes import free_port
+from tests.plan_by_hand import plan_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "train_anywhere.py"
@@ -66,6 +64,12 @@ def losses(path: Path) -> dict[int, list[float]]:
     for line in path.read_text().splitlines():
         by_step.setdefault(json.loads(line)["step"], []).append(json.loads(line)["loss"])
     return by_step
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -273,8 +277,9 @@ def test_the_job_is_that_of_the_arguments(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_plan_is_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = training.workload(SETTING, {"fsdp": 1})
     path = str(tmp_path / "plan.json")
+    made = {"compiler_options": {OPTION: 40}, "host_bytes": 24 * 2**20}
     for target, devices in (("h100", 1), ("cpu", 1), ("gone.toml:8xours", 1), ("8xh100", 8)):
-        plan = plan_of(job, rj.Policy.parse("dots"), target)
+        plan = plan_of(job, "dots", target=target, **made)
         plan.save(path)
         messages = {"planned": f"90.0 MiB on each device of {target}, 24.0 MiB on its host"}
         assert command.chosen_policy(path, job) == (plan.policies, messages, {OPTION: 40})
@@ -283,16 +288,11 @@ def test_a_plan_is_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         )
         told = capsys.readouterr().err
         assert told == "" if devices == 1 else warned in told
-    assert command.chosen_policy(str(plan_of(job, rj.Policy.parse("off"), "h100").save(path)), job)[0] == "off"
+    assert command.chosen_policy(str(plan_of(job, "off", target="h100").save(path)), job)[0] == "off"
     assert train_anywhere.main([*SMALL, "--layers", "2", "--policy", path]) == 2
     assert "was made for another model than 'train anywhere'" in capsys.readouterr().err
     with pytest.raises(PolicyError, match="banana"):
         command.chosen_policy("banana", job)
-
-
-def plan_of(job: rj.Workload, policy: rj.Policy, target: str) -> rj.Plan:
-    made = {"workload": job.name, "target": target, "model": Model.of(job), "compiler_options": {OPTION: 40}}
-    return plan_by_hand.plan(policies=dict.fromkeys(job.blocks, policy), **made)
 
 
 class Diverging:
@@ -309,36 +309,3 @@ def test_a_loss_that_is_not_finite_ends_the_training_before_it_is_saved(tmp_path
         command._run(Diverging(), state_of(), 0, SETTING, command.parser().parse_args(line), saving)
     saving.close()
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["2"]
-
-
-def test_processes_join_by_address_or_as_jax_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined: list[tuple[Any, ...]] = []
-
-    def initialize(*address: Any, heartbeat_timeout_seconds: int, shutdown_timeout_seconds: int) -> None:
-        joined.append((*address, heartbeat_timeout_seconds, shutdown_timeout_seconds))
-        if len(joined) > 2:
-            raise ValueError("coordinator_address should be defined.")
-
-    monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
-    processes.start(None, None, None, False, 10)
-    processes.start("host:1", 2, 1, False, 10)
-    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1")
-    processes.start(None, None, None, False, 20)
-    assert joined == [("host:1", 2, 1, 10, 10), (None, None, None, 20, 20)]
-    with pytest.raises(
-        ArgumentError, match=r"JAX found no other processes \(coordinator_address should be defined.\); give --coord"
-    ):
-        processes.start(None, None, None, True, 10)
-
-
-def test_processes_that_are_told_different_things_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    processes.check_same({"steps": 1})
-
-    def gathered(array: np.ndarray) -> np.ndarray:
-        return np.stack([array, array, array + 1])
-
-    monkeypatch.setattr(processes.multihost_utils, "process_allgather", gathered)
-    with pytest.raises(ArgumentError, match="processes 2 have other arguments or another text than process 0"):
-        processes.check_same({"steps": 1})
-    assert not processes.all_agree(False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,13 @@ import pytest
 from jax.sharding import AxisType
 
 import remat_jax as rj
-from examples import train_anywhere
 from examples.distributed import command, training
 from examples.distributed.checkpoints import Checkpoints
 from examples.distributed.setting import Setting
 from tests.doc_pages import fenced
 from tests.planning_models import ROWS, WIDTH, Layer, Model
 from tests.small_models import assert_bit_equal
-from tests.test_processes import free_port
-from tests.test_train_anywhere import ROOT, SMALL, as_it_was, losses, started, wait_for
+from tests.test_train_anywhere import ROOT, as_it_was, free_port, losses, started, wait_for
 
 __all__ = ["as_it_was"]  # a fixture for every test
 
@@ -87,26 +84,6 @@ def test_processes_that_are_asked_to_end_save_first(tmp_path: Path, in_a_hurry: 
         log = (tmp_path / f"{rank}.log").read_text()
         assert code == command.FAILED, log
         assert f"error: asked to end (SIGTERM) after {saved} steps; the same command goes on from there" in log
-
-
-def test_one_process_that_is_asked_to_end_saves_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    step, before = training.Trainer.step, signal.getsignal(signal.SIGTERM)
-
-    def told_in_step_2(self: training.Trainer, state: training.State, number: int) -> tuple[training.State, jax.Array]:
-        if number == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, state, number)
-
-    monkeypatch.setattr(training.Trainer, "step", told_in_step_2)
-    line = [*SMALL, "--steps", "6", "--save-every", "2"]
-    assert train_anywhere.main([*line, "--checkpoint", str(tmp_path)]) == command.FAILED
-    assert "asked to end (SIGTERM) after 3 steps; the same command goes on from there" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["2", "3"]
-    assert train_anywhere.main(line) == command.FAILED
-    assert "after 3 steps; nothing is saved without --checkpoint" in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 # An optimizer's state on the host, in `examples/distributed` and in the script of its page.

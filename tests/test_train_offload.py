@@ -18,7 +18,7 @@ from jax.experimental import io_callback
 import remat_jax as rj
 from remat_jax.errors import ArgumentError, NoEffectError, UnsupportedError
 from remat_jax.train.parameters import result_structs
-from tests.small_models import assert_bit_equal, assert_same, equations
+from tests.small_models import assert_bit_equal, equations
 
 LEARNING_RATE = 0.1
 """Ten steps of it move every parameter far more than rounding: an optimizer that does nothing would be seen."""
@@ -60,7 +60,7 @@ def loss(params: Any, x: Any) -> Any:
     return sum(jnp.mean((x @ layer["kernel"] + layer["bias"]) ** 2) for layer in params.values())
 
 
-def train(tx: Any, steps: int, *, apply: bool = False, compiled: bool = True) -> tuple[Any, Any]:
+def train(tx: Any, steps: int, *, apply: bool = False) -> tuple[Any, Any]:
     def step(params: Any, state: Any, x: Any) -> Any:
         gradients = jax.grad(loss)(params, x)
         if apply:
@@ -68,7 +68,7 @@ def train(tx: Any, steps: int, *, apply: bool = False, compiled: bool = True) ->
         updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
-    run = jax.jit(step, donate_argnums=(0, 1)) if compiled else step
+    run = jax.jit(step, donate_argnums=(0, 1))
     params = parameters()
     state = tx.init(params)
     for x in BATCHES[:steps]:
@@ -108,13 +108,6 @@ def test_any_optax_optimizer_works(name):
     assert_bit_equal((params, state), train(OTHERS[name], 2))
     assert on_host(state) == tx.placement(parameters()).host_bytes > 500
     assert on_host(state) + tx.placement(parameters()).device_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-
-
-def test_op_by_op_it_is_the_same_within_rounding():
-    params, state = train(rj.offload_optimizer(optax.adam(LEARNING_RATE)), 2, compiled=False)
-    expected, _ = train(optax.adam(LEARNING_RATE), 2, compiled=False)
-    assert_same(params, expected, 1e-7)
-    assert on_host(state) == 2 * 4 * ELEMENTS
 
 
 def test_inside_a_chain_and_with_what_an_update_may_be_told_beside():
@@ -256,12 +249,6 @@ def test_parameters_follow_the_backward_pass():
     assert fetched(step, params) == [(3, 2), (4, 3), (16, 4)], "by name it would be z, input, a"
 
 
-def test_where_no_backward_pass_is_seen_the_last_block_by_number_comes_first():
-    params = {name: jnp.ones((size, 2)) for size, name in enumerate(("block_1", "block_10", "block_9", "head"), 1)}
-    order = fetched(lambda tx, gradients, state: tx.update(gradients, state, gradients), params)
-    assert order == [(4, 2), (2, 2), (3, 2), (1, 2)]
-
-
 # --- effects ----------------------------------------------------------------------------------------------------------
 
 
@@ -318,9 +305,7 @@ def test_ordered_effects_under_jit_are_refused_before_jaxs_compiler_fails():
     params = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
     tx = rj.offload_optimizer(watched([], True))
     for function, args in ((tx.init, (params,)), (tx.update, (params, params, params))):
-        with pytest.raises(
-            UnsupportedError, match="tx: its init or update has a callback .* ordered=True.* give ordered=False"
-        ):
+        with pytest.raises(UnsupportedError, match="tx: .* a callback .* ordered=True.* give ordered=False"):
             jax.jit(function)(*args)
 
 

@@ -14,22 +14,14 @@ from flax import nnx
 import remat_jax as rj
 from remat_jax import compat
 from remat_jax.errors import ArgumentError, PlanningError
-from remat_jax.planning.model import Model
 from remat_jax.warning import RematWarning
-from tests import plan_by_hand, plan_models, test_nnx
+from tests import plan_models, test_nnx
+from tests.plan_by_hand import plan_of
 from tests.small_models import Mlp as LinenBlock
 from tests.small_models import assert_bit_equal, assert_same, make_loss, values
 from tests.workloads import needs_gpu_compiler
 
 ADAM = optax.adam(1e-2, eps=1e-3)
-POLICY = "1 x full | 1 x dots"
-
-
-def plan_of(job, policy=POLICY, **changes):
-    """A plan of the workload that no search made."""
-    policies = {block: rj.LayerPolicies.parse(policy) if "|" in policy else rj.Policy.parse(policy) for block in job.blocks}
-    changes = {"compiler_options": {}, "host_bytes": 0, **changes}
-    return plan_by_hand.plan(policies=policies, workload=job.name, model=Model.of(job), **changes)
 
 
 def linen():

@@ -18,7 +18,7 @@ from remat_jax.compat import versions as compat_versions
 from remat_jax.core.walk import bodies
 from remat_jax.cost.count import matmuls
 from remat_jax.policy import NAMED
-from tests.small_models import Mlp, assert_same, make_loss
+from tests.small_models import Mlp, Stack, assert_same, make_loss
 
 pytestmark = pytest.mark.versions
 
@@ -58,20 +58,14 @@ class Block(nn.Module):
         return x + nn.Dense(8, use_bias=False, name="down")(jax.nn.softmax(x))
 
 
-class Net(nn.Module):
-    own: bool
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        for index in range(3):
-            x = (nn.remat(Block) if self.own else Block)(name=f"block_{index}")(x)
-        return x
+def net(own: bool) -> Stack:
+    return Stack(nn.remat(Block) if own else Block, 3)
 
 
 X = np.linspace(-1.0, 1.0, 32, dtype=np.float32).reshape(4, 8)
 PARAMS = {
     "params": {
-        f"block_{index}": {
+        f"layer_{index}": {
             "kernel": np.random.default_rng(index).normal(size=(8, 8)).astype(np.float32),
             "down": {"kernel": np.random.default_rng(9 + index).normal(size=(8, 8)).astype(np.float32)},
         }
@@ -81,7 +75,7 @@ PARAMS = {
 
 
 def loss_of(own: bool) -> Callable[[Any, Any], Any]:
-    return lambda params, x: jnp.mean(Net(own).apply(params, x) ** 2)
+    return lambda params, x: jnp.mean(net(own).apply(params, x) ** 2)
 
 
 def kept(own: bool, policy: str) -> tuple[Any, ...]:
@@ -114,7 +108,7 @@ def test_gradients_are_the_plain_ones_under_vmap_too(with_flags, flags):
     with_flags(flags)
 
     def mapped(params: Any, x: Any, policy: str) -> Any:
-        each = rj.checkpoint_blocks(lambda x: Net(True).apply(params, x), {Block: policy})
+        each = rj.checkpoint_blocks(lambda x: net(True).apply(params, x), {Block: policy})
         return jnp.mean(jax.vmap(each)(x[None]) ** 2)
 
     expected = jax.jit(jax.grad(loss_of(False), (0, 1)))(PARAMS, X)

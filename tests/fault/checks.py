@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 from collections.abc import Callable
@@ -106,6 +107,7 @@ class Case:
       run: `eager`, op by op; `jit`; or `traced`: as `jit`, and run equation by equation.
       seed: of the numbers.
       old_keys: whether keys are plain integers, as `jax.random.PRNGKey` makes them.
+      group: how many layers are one region, where the policies by layer have neighbours that are equal and offload nothing.
     """
 
     stack: Stack
@@ -114,6 +116,7 @@ class Case:
     run: str
     seed: int
     old_keys: bool = False
+    group: int = 1
 
     def arguments(self) -> tuple[dict[str, Any], Any, Any, Any]:
         """The arguments of the loss."""
@@ -167,7 +170,7 @@ def cases(draw: st.DrawFn) -> Case:
     # A callback cannot be serialised.
     runs = [way for way in RUNS if way != "export" or not program.has("told")] if ops.DEVICES == 1 else ["jit"]
     transform, run, seed = draw(st.sampled_from(allowed)), draw(st.sampled_from(runs)), draw(st.integers(0, 3))
-    return Case(stack, policies, transform, run, seed, draw(st.integers(0, 3)) == 3)
+    return Case(stack, policies, transform, run, seed, draw(st.integers(0, 3)) == 3, draw(st.sampled_from([1, 1, 2, 3])))
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -240,7 +243,13 @@ def policy_of(case: Case) -> Any:
     policies = [_residual_policy(case, policy.seed) if isinstance(policy, Residuals) else policy for policy in case.policies]
     if any(policy is None for policy in policies):
         return None
-    return rj.LayerPolicies.of(policies) if len(policies) > 1 else policies[0]
+    if len(policies) == 1:
+        return policies[0]
+    grouped = [
+        f"{len(list(equal))} x {policy}" + (f" in groups of {case.group}" if "offload" not in policy else "")
+        for policy, equal in itertools.groupby(policies)
+    ]
+    return rj.LayerPolicies.parse(" | ".join(grouped)) if case.group > 1 else rj.LayerPolicies.of(policies)
 
 
 def _residual_policy(case: Case, seed: int) -> str | None:

@@ -33,6 +33,15 @@ def test_decorated_blocks_and_decorated_modules_around_blocks_keep_values_and_gr
     assert tally.checked == 1, tally
 
 
+@pytest.mark.parametrize(("loop", "offloaded"), [("reverse", 2), ("unroll", 2), ("none", 2), ("scan", 0)])
+def test_groups_of_layers_keep_values_and_gradients(loop: str, offloaded: int) -> None:
+    program = Program((*SMALL.steps, Step("dropout", (0, 0), 1)))
+    policies = ("full",) * 5 + ("offload_inputs",) * offloaded
+    tally = Tally.empty()
+    Case(Stack(program, len(policies), "linen", loop), policies, "grad", "traced", 0, group=2).check(tally)
+    assert tally.checked == 1, tally
+
+
 @pytest.mark.parametrize(("run", "number"), [("traced", 1), ("jit", 2)], ids=["traced-bfloat16", "jit-float16"])
 def test_what_is_in_low_precision_and_has_integers_and_old_keys_is_right(run: str, number: int) -> None:
     steps = (
@@ -45,6 +54,13 @@ def test_what_is_in_low_precision_and_has_integers_and_old_keys_is_right(run: st
     stack, tally = Stack(Program(steps, ("k", "l", "none", "unit")), 2, "remat", "scan"), Tally.empty()
     Case(stack, ("full",), "grad of integers", run, 0, old_keys=True).check(tally)
     assert tally.checked == 1
+
+
+def test_a_rule_may_give_one_result_to_a_whole_batch() -> None:
+    inside, tally = Program((Step("tanh", (0,), 0),)), Tally.empty()
+    stack = Stack(Program((Step("half_mapped", (0, 1), 1, (inside,)),)), 2, "remat", "vmap")
+    Case(stack, ("offload: *",), "grad", "traced", 0).check(tally)
+    assert tally.checked == 1, tally
 
 
 def with_gradient_times(factor: float) -> Any:

@@ -41,12 +41,7 @@ def test_malformed_files_are_refused_in_words_or_read_as_they_say(tmp_path: Path
         (Policy.from_json, DEEP, PolicyError, "is not JSON"),
         (LayerPolicies.from_json, DEEP, PolicyError, "is not JSON"),
         (porting.Rules.from_json, DEEP, PortingError, "is not JSON"),
-        (
-            LayerPolicies.parse,
-            f"{LONG} x full",
-            PolicyError,
-            "a run of 999999999999… layers: expected 1 or more, at most 1000000",
-        ),
+        (LayerPolicies.parse, f"{LONG} x full", PolicyError, "a run of 999999999999… layers: .* at most 1000000"),
         (LayerPolicies.parse, "1000001 x full", PolicyError, "a run of 1000001 layers: expected 1 or more, at most 1000000"),
         (target, f"{LONG}xh200", TargetError, "is not a known target"),
         (target, "8x8x8xh200", TargetError, "is not a known target"),

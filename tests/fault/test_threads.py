@@ -21,7 +21,7 @@ from remat_jax.memory.compile.compiler import compile_programs
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.step import TrainingStep
-from tests.small_models import Attention, Mlp, NnxMlp, NnxStack, assert_bit_equal, assert_same, make_loss, to_host
+from tests.small_models import Mlp, NnxMlp, NnxStack, assert_bit_equal, assert_same, make_loss, to_host
 
 POLICIES = ("full", "everything", "offload_inputs", "1 x full | 1 x dots")
 
@@ -149,20 +149,3 @@ def test_threads_that_switch_checkpointing_on_get_one_class(monkeypatch: pytest.
     models = together([lambda: rj.enable_gradient_checkpointing(nnx.Sequential(*make()), "full") for _ in range(3)])
     classes = {type(model.layers[0]) for model in models}
     assert len(classes) == 1 and len(made) == 1 and Layer not in classes
-
-
-def test_an_error_in_one_thread_is_that_threads_alone() -> None:
-    loss, params, x = make_loss()
-
-    def right() -> int:
-        return matmuls(jax.grad(rj.checkpoint_blocks(loss, {Mlp: "full"})), params, x)
-
-    def wrong() -> str:
-        with pytest.raises(rj.RematError, match="Attention: this class was never called") as caught:
-            rj.checkpoint_blocks(loss, {Attention: "full"})(params, x)
-        return str(caught.value)
-
-    expected = right()
-    outcomes = together([right, wrong, right, wrong])
-    assert outcomes[0] == outcomes[2] == expected and outcomes[1] == outcomes[3]
-    assert right() == expected
