@@ -225,9 +225,6 @@ LAYERS = {
 }
 
 
-# Values and gradients of both frameworks, in float64.
-
-
 LIMIT = 1e-12
 
 
