@@ -23,7 +23,6 @@ from examples.models import weights as w
 from examples.models.functions import cross_entropy
 from parity_tests import support as s
 from remat_jax.cost.count import count
-from remat_jax.parity import float64_error, judge
 
 MODES = torch_ref.MODES  # the equivalent policies of `remat_jax`
 DTYPES = ("float64", "float32")
@@ -181,23 +180,9 @@ def result(case: Case) -> Result:
 
 
 def problems(case: Case, outcome: Result) -> list[str]:
-    """The differences of a case's result from plain PyTorch in float64; empty if there are none.
-
-    Float64: the largest error per tensor. Float32: the parity rule, with plain PyTorch's float32 error as the measure.
-    """
+    """The differences of a case's result from plain PyTorch."""
     exact, single = result(replace(case.reference, dtype="float64")), result(case.reference)
-    wrong = []
-    for group, reference, candidate, yardstick in zip(Result._fields, exact, outcome, single, strict=True):
-        if not reference and not candidate:  # a model without parameters
-            continue
-        if case.dtype == "float64":
-            error, where = float64_error(reference, candidate)
-            wrong += [f"{group}: {where} is {error:.1e} off"] if not error <= s.LIMIT else []
-        else:
-            rows = judge(reference, candidate, yardstick, case.dtype)
-            failed = [(row.name, row.problem or f"has {row.ratio:.1f} times PyTorch's error") for row in rows if not row.passed]
-            wrong += [f"{group}: {name} {problem}" for name, problem in failed]
-    return wrong
+    return s.differences(exact, outcome, single, case.dtype)
 
 
 class Cost(NamedTuple):

@@ -12,8 +12,12 @@ import flax.linen as nn
 import numpy as np
 import torch
 
+from remat_jax import porting
+
 DENSE = "{name}.weight -> params/{name}/kernel | linear\n{name}.bias -> params/{name}/bias"
 """The rules of all linear layers at the root of a model."""
+LINEAR = "weight -> params/kernel | linear\nbias -> params/bias"
+"""The rules of one linear layer."""
 SERIES = np.random.default_rng(0).normal(size=(6, 5, 4)).astype(np.float32)
 
 
@@ -40,6 +44,19 @@ class Flax(nn.Module):
         return self.run(self, *inputs)
 
 
+class Kernel(nn.Module):
+    """A square dense layer whose kernel has PyTorch's layout, or Flax's."""
+
+    turned: bool = True
+    width: int = 4
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (self.width, self.width), x.dtype)
+        bias = self.param("bias", nn.initializers.zeros, (self.width,), x.dtype)
+        return x @ (kernel.T if self.turned else kernel) + bias
+
+
 def linears(width: int, *names: str) -> dict[str, torch.nn.Module]:
     """Square linear layers by name."""
     return {name: torch.nn.Linear(width, width) for name in names}
@@ -59,3 +76,9 @@ def named(report: Any, direction: str, *fields: str) -> Any:
     """Some fields of the first difference in a direction; None if nothing differs."""
     first = report.divergences.get(direction)
     return first and tuple(first[field] for field in fields)
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """The gradients by name; zeros for parameters that the loss does not reach."""
+    named = model.named_parameters()
+    return {name: porting.as_numpy(torch.zeros_like(x) if x.grad is None else x.grad) for name, x in named}

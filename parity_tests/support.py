@@ -17,7 +17,7 @@ from examples.models import linen
 from examples.models import nnx as nnx_models
 from examples.models import weights as w
 from remat_jax.core.matmuls import MATMULS
-from remat_jax.parity import TOLERANCES
+from remat_jax.parity import TOLERANCES, float64_error, judge
 from remat_jax.parity.compiling import compile_options
 
 # One thread: the pools of two frameworks on a few cores only alternate, and sums keep their order between runs.
@@ -84,10 +84,10 @@ def data(kind: str) -> Data:
     return Data(random.normal(size=(2, 7, 16)), random.normal(size=(2, 7, 16)))
 
 
-def make_torch(kind: str, dtype: str = "float64", **options: Any) -> torch.nn.Module:
+def make_torch(kind: str, dtype: str = "float64") -> torch.nn.Module:
     """A new PyTorch model with the weights of all tests."""
     torch.manual_seed(0)
-    model = getattr(pytorch, kind)(**(SIZES[kind] | options)).double()
+    model = getattr(pytorch, kind)(**SIZES[kind]).double()
     with torch.no_grad():  # at their initial 0 and 1, biases and scales would hide a wrong map
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
@@ -95,14 +95,14 @@ def make_torch(kind: str, dtype: str = "float64", **options: Any) -> torch.nn.Mo
 
 
 @functools.cache
-def torch_model(kind: str, **options: Any) -> torch.nn.Module:
+def torch_model(kind: str) -> torch.nn.Module:
     """`make_torch` in float64, shared by all tests; nobody may change it."""
-    return make_torch(kind, **options)
+    return make_torch(kind)
 
 
-def parameters(kind: str, scan: bool, dtype: str = "float64", **options: Any) -> dict[str, Any]:
+def parameters(kind: str, scan: bool, dtype: str = "float64") -> dict[str, Any]:
     """The same weights in Linen's tree, NumPy arrays."""
-    tree = w.from_torch(torch_model(kind, **options).state_dict(), kind, scan=scan)
+    tree = w.from_torch(torch_model(kind).state_dict(), kind, scan=scan)
     return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
 
 
@@ -114,9 +114,9 @@ class Twin(NamedTuple):
     tree: Callable[[Any], dict[str, Any]]
 
 
-def twin(kind: str, api: str, scan: bool, tree: dict[str, Any], **options: Any) -> Twin:
+def twin(kind: str, api: str, scan: bool, tree: dict[str, Any]) -> Twin:
     """The Flax model of Linen or NNX that holds the weights `tree`."""
-    options = SIZES[kind] | ({"scan": scan} if "num_layers" in SIZES[kind] else {}) | options
+    options = SIZES[kind] | ({"scan": scan} if "num_layers" in SIZES[kind] else {})
     make = getattr(MODULES[api], kind)
     if api == "linen":
         model = make(**options)
@@ -139,6 +139,24 @@ def mean_squared(output: Any, target: Any) -> Any:
 def in_dtype(x: np.ndarray, dtype: str) -> np.ndarray:
     """A floating-point array in `dtype`, an integer one as it is."""
     return x.astype(dtype) if x.dtype.kind == "f" else x
+
+
+def differences(exact: Any, result: Any, plain: Any, dtype: str) -> list[str]:
+    """The differences between two results of groups of tensors, from plain PyTorch in float64; empty if there are none.
+
+    Float64: the largest error per tensor. Other dtypes: the parity rule, with plain PyTorch's own error as the measure.
+    """
+    wrong = []
+    for group, reference, candidate, yardstick in zip(exact._fields, exact, result, plain, strict=True):
+        if not reference and not candidate:  # a model without parameters
+            continue
+        if dtype == "float64":
+            error, where = float64_error(reference, candidate)
+            wrong += [f"{group}: {where} is {error:.1e} off"] if not error <= LIMIT else []
+        else:
+            failed = [row for row in judge(reference, candidate, yardstick, dtype) if not row.passed]
+            wrong += [f"{group}: {row.name} {row.problem or f'has {row.ratio:.1f} times the error'}" for row in failed]
+    return wrong
 
 
 # The meaning of a jaxpr's equations, for `remat_jax.cost.count.count`.

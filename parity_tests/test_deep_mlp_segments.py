@@ -10,7 +10,7 @@ import torch
 from flax import nnx
 
 from examples import pytorch
-from examples.models import deep_mlp_nnx, deep_mlp_scan
+from examples.models import deep_mlp_nnx
 from examples.models import weights as w
 from examples.segments import jax_forms
 from examples.segments.setting import Setting
@@ -45,24 +45,11 @@ def test_a_nested_scan_with_the_square_root(hidden_layers: int, segments: int) -
     assert jax_forms.matmul_count(SMALL, form, num_layers) == 3 * num_layers - 1 + hidden_layers
 
 
-forms = pytest.mark.parametrize("form", jax_forms.forms(SMALL))
-
-
-@forms
+@pytest.mark.parametrize("form", jax_forms.forms(SMALL))
 def test_every_form_is_its_closed_form(form: str) -> None:
     jax_form = jax_forms.forms(SMALL)[form]
     assert jax_forms.saved_bytes(SMALL, jax_form) == jax_form.saved_bytes
     assert jax_forms.matmul_count(SMALL, jax_form) == 3 * 16 - 1 + jax_form.recomputed
-
-
-def test_folding_layers_and_unfolding_them_are_inverse() -> None:
-    random = np.random.default_rng(0)
-    tree = {"layers": {"linear": {"kernel": random.normal(size=(6, 2, 2))}}, "head": random.normal(size=2)}
-    folded = deep_mlp_scan.fold_layers(tree, 3)
-    assert folded["layers"]["linear"]["kernel"].shape == (3, 2, 2, 2)
-    assert jax.tree.all(jax.tree.map(np.array_equal, deep_mlp_scan.unfold_layers(folded), tree))
-    with pytest.raises(ValueError, match="segments=4 does not divide the 6 hidden layers"):
-        deep_mlp_scan.fold_layers(tree, 4)
 
 
 SIZES = {"num_layers": 6, "hidden_size": 7, "in_features": 5, "out_features": 3}

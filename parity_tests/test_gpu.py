@@ -87,14 +87,6 @@ def test_every_gradient_passes_the_parity_rule_in_float32(
     assert [row for row in judge(reference(folder), grads, plain, "float32") if not row.passed] == []
 
 
-def test_gradients_of_another_layer_are_seen(folder: Path) -> None:
-    """The control: a scanned offload whose copy back reads the wrong slot (openxla/xla#46231)."""
-    right = reference(folder)
-    first = {name: right[name] for name in right if name.startswith("layers_0/")}
-    wrong = right | {name.replace("layers_0/", "layers_1/"): gradient for name, gradient in first.items()}
-    assert float64_error(right, wrong)[0] > 0.1
-
-
 @functools.cache
 def memory(folder: Path, framework: str, form: str, mode: str) -> dict[str, Any]:
     return run(folder, framework, form, mode, LARGE, "cuda")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
-import numpy as np
 import pytest
 
 from examples.models.pi0_config import Pi0Config
 from examples.robot import command, training
-from examples.robot.data import LEVELS, PROMPTS, Batch, batches, goals, photographs
+from examples.robot.data import batches
 
 SMALL = Pi0Config(depth=1, vision_depth=1)
 
@@ -38,26 +36,6 @@ def test_what_they_keep_and_execute(rows: dict[tuple[str, str], training.Row]) -
         assert away.device_bytes < kept.device_bytes < off.device_bytes
         assert off.host_bytes == kept.host_bytes == 0 < away.host_bytes
         assert off.matmuls < kept.matmuls == away.matmuls
-
-
-def test_actions_follow_from_what_is_seen_and_told() -> None:
-    (batch,) = batches(dataclasses.replace(SMALL, adaptive=True), 3, 32, 1)
-    signs = [_sign(batch, row) for row in range(32)]
-    colours = batch.observation.images[:, 0].mean((1, 2))
-    assert np.allclose(batch.actions[:, -1], np.array(signs)[:, None] * (colours @ goals(8)), atol=1e-14)
-    step = batch.actions[:, 1] - batch.actions[:, 0]
-    assert np.allclose(batch.actions[:, 0] - step, batch.observation.state, atol=1e-14)
-    assert {1.0, -1.0} == set(signs) and 0 < batch.observation.image_mask[:, 2].mean() < 1
-    assert batch.observation.image_mask[:, :2].all() and abs(photographs()[0]).max() <= 1
-    assert ((batch.time >= 0.001) & (batch.time <= 1)).all()
-
-
-def _sign(batch: Batch, row: int) -> float:
-    """The prompt's text; for π0.5 the state follows, one token per number."""
-    prompt = batch.observation.prompt[row][batch.observation.prompt_mask[row]]
-    levels = (prompt[-8:] - 201 + 0.5) / LEVELS * 2 - 1
-    assert np.abs(levels - batch.observation.state[row]).max() <= 1 / LEVELS
-    return PROMPTS[bytes((prompt[:-8] - 1).astype(np.uint8)).decode()]
 
 
 def test_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, rows: dict) -> None:

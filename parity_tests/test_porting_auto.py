@@ -13,7 +13,7 @@ import pytest
 import torch
 from flax import nnx
 
-from parity_tests.small_pairs import DENSE, Flax, Torch, linears
+from parity_tests.small_pairs import DENSE, Flax, Kernel, Torch, linears
 from parity_tests.support import MODULES, SIZES, data, make_torch
 from remat_jax import porting
 from remat_jax.errors import PortingError
@@ -43,18 +43,6 @@ def in_a_row(names: tuple[str, ...] = NAMES) -> Torch:
         return x
 
     return Torch(run, **linears(4, *NAMES))
-
-
-class Kernel(nn.Module):
-    """A dense layer whose kernel has Flax's layout, or PyTorch's."""
-
-    turned: bool
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        kernel = self.param("kernel", nn.initializers.normal(), (4, 4), jnp.float64)
-        bias = self.param("bias", nn.initializers.zeros, (4,), jnp.float64)
-        return x @ (kernel.T if self.turned else kernel) + bias
 
 
 def in_a_row_flax(order: tuple[str, ...] = NAMES, turned: tuple[bool, ...] = (False,) * 3) -> Flax:

@@ -1,4 +1,4 @@
-"""`propose` on stacked arrays: experts in every layer, experts in scanned layers, two scanned stacks in one model."""
+"""`propose` on stacked arrays: experts in scanned layers, two scanned stacks in one model."""
 
 from __future__ import annotations
 
@@ -57,22 +57,12 @@ class BothFlax(nn.Module):
 
 
 MODELS: dict[str, tuple[Callable[[], torch.nn.Module], nn.Module, list[str]]] = {
-    "arrays": (
-        lambda: own.Stack(own.Mixture),
-        own.StackFlax(Mixture),
-        [
-            "layers.{i}.mixer.experts.{j}.w1.weight -> params/layers_{i}/mixer/wi_0[{j}] | linear",
-            "layers.{i}.mixer.experts.{j}.w3.weight -> params/layers_{i}/mixer/wi_1[{j}] | linear",
-            "layers.{i}.mixer.experts.{j}.w2.weight -> params/layers_{i}/mixer/wo[{j}] | linear",
-        ],
-    ),
     "arrays in scanned layers": (
         lambda: own.Stack(own.Mixture),
         Scanned(Mixture),
         [
-            "layers.{i}.mixer.experts.{j}.w1.weight -> params/layers/mixer/wi_0[{i}, {j}] | linear",
-            "layers.{i}.mixer.experts.{j}.w3.weight -> params/layers/mixer/wi_1[{i}, {j}] | linear",
-            "layers.{i}.mixer.experts.{j}.w2.weight -> params/layers/mixer/wo[{i}, {j}] | linear",
+            f"layers.{{i}}.mixer.experts.{{j}}.{expert}.weight -> params/layers/mixer/{array}[{{i}}, {{j}}] | linear"
+            for expert, array in (("w1", "wi_0"), ("w3", "wi_1"), ("w2", "wo"))
         ],
     ),
     "two stacks, with modules of experts": (

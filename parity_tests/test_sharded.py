@@ -138,15 +138,16 @@ def test_what_cannot_be_sharded_is_told() -> None:
     model = pytorch.DecoderStack(num_layers=2, d_model=8, nhead=2)
     with pytest.raises(torch_ref.InvalidArgumentError, match="mesh is a int, expected a DeviceMesh"):
         torch_ref.shard_blocks(model, 2)
+    wrong: dict[str, tuple[Any, dict[str, Any]]] = {
+        "model is a Linear without blocks, expected a list of two": (nn.Linear(2, 2), {}),
+        "model is a function, expected a module": (alone_in_a_group, {}),
+        "fulll": (model, {"policy": "fulll"}),
+        "blocks is 'DecoderLayer', expected a class of modules": (model, {"blocks": "DecoderLayer"}),
+    }
     with alone_in_a_group() as mesh:
-        with pytest.raises(torch_ref.InvalidArgumentError, match="model is a Linear without blocks, expected a list of two"):
-            torch_ref.shard_blocks(nn.Linear(2, 2), mesh)
-        with pytest.raises(torch_ref.InvalidArgumentError, match="model is a function, expected a module"):
-            torch_ref.shard_blocks(alone_in_a_group, mesh)
-        with pytest.raises(torch_ref.PolicyError, match="fulll"):
-            torch_ref.shard_blocks(model, mesh, "fulll")
-        with pytest.raises(torch_ref.InvalidArgumentError, match="blocks is 'DecoderLayer', expected a class of modules"):
-            torch_ref.shard_blocks(model, mesh, "full", blocks="DecoderLayer")  # type: ignore[arg-type]
+        for message, (given, options) in wrong.items():
+            with pytest.raises(torch_ref.TorchRefError, match=message):
+                torch_ref.shard_blocks(given, mesh, **options)
         sharded = torch_ref.shard_blocks(model, mesh, blocks=nn.Linear)
         assert "layers.1.ffn.2" in sharded.blocks and sharded.policies is None
         with pytest.raises(torch_ref.InvalidArgumentError, match="layers.0.self_attn.in_proj_weight and 23 other parameters"):

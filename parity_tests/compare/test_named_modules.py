@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests.compare.cases import QUICK, run
-from parity_tests.mutants.planting import scaled_cotangent
+from parity_tests.mutants.models import QUICK, run
+from parity_tests.mutants.planting import Plant, at, output, scaled_cotangent
 from parity_tests.small_pairs import DENSE, Flax, Torch, linears, named
 from parity_tests.small_pairs import SERIES as SHORT
 from remat_jax.parity import ParityReport
@@ -21,10 +21,12 @@ SERIES = np.random.default_rng(1).normal(size=(2, 7, 8)).astype(np.float32)
 X = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
 
 
-def found(torch_module: torch.nn.Module, flax: Any, inputs: Any = X, rules: str = DENSE) -> tuple[Any, Any, ParityReport]:
+def found(
+    torch_module: torch.nn.Module, flax: Any, inputs: Any = X, rules: str = DENSE, plant: Plant = lambda case: case
+) -> tuple[Any, Any, ParityReport]:
     """PyTorch's path, the array and the note of each pass, and the whole report."""
     case = {"torch_module": torch_module, "flax_module": Flax(flax), "inputs": inputs, "rules": rules}
-    report = run(case, **QUICK)
+    report = run(plant(case), **QUICK)
     assert not report.passed
     forward, backward = (first and (first["torch_path"], first["what"], first["note"]) for first in report.divergences.values())
     return forward, backward, report
@@ -99,14 +101,6 @@ class ScaledEmbedding(torch.nn.Embedding):
         return super().forward(ids) * 3.0
 
 
-class ScaledDense(nn.Dense):
-    scale: float = 1.0
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return super().__call__(x) * self.scale
-
-
 @pytest.mark.parametrize("wrong", ["words", "left", "right"])
 def test_a_difference_that_the_code_around_a_module_makes_up_for_is_not_named(wrong: str) -> None:
     scale = {name: 1.01 if name == wrong else 1.0 for name in ("words", "left", "right")}
@@ -117,12 +111,12 @@ def test_a_difference_that_the_code_around_a_module_makes_up_for_is_not_named(wr
 
     def flax(module: nn.Module, ids: Any) -> Any:
         x = 3.0 * scale["words"] * nn.Embed(9, 6, name="words")(ids)
-        right = ScaledDense(6, scale=scale["right"], name="right")(x)
-        return jnp.tanh(scale["left"] * nn.Dense(6, name="left")(x)) * jnp.tanh(right)
+        return jnp.tanh(scale["left"] * nn.Dense(6, name="left")(x)) * jnp.tanh(nn.Dense(6, name="right")(x))
 
     model = Torch(theirs, words=ScaledEmbedding(9, 6), **linears(6, "left", "right"))
     rules = f"words.weight -> params/words/embedding\n{DENSE}"
-    forward, _, _ = found(model, flax, np.array([[1, 2, 3], [4, 5, 6]]), rules)
+    inside = at("right", output(lambda x: scale["right"] * x))
+    forward, _, _ = found(model, flax, np.array([[1, 2, 3], [4, 5, 6]]), rules, inside)
     assert forward[:2] == {"words": ("words", "output 0"), "left": ("", "output 0"), "right": ("right", "output 0")}[wrong]
 
 
@@ -138,24 +132,10 @@ def chain_torch(words: bool) -> Torch:
     return Torch(lambda m, x: m.third(m.second(m.first(x)).tanh()), **parts)
 
 
-class StoppedDense(nn.Dense):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return jax.lax.stop_gradient(super().__call__(x))
-
-
-class StoppedEmbed(nn.Embed):
-    def __call__(self, x: Any) -> Any:
-        return jax.lax.stop_gradient(super().__call__(x))
-
-
-def chain(words: bool, stopped: str = "", dtype: Any = None) -> Any:
-    embed = StoppedEmbed if stopped == "first" else nn.Embed
-    dense = {name: StoppedDense if stopped == name else nn.Dense for name in ("first", "second")}
-
+def chain(words: bool, dtype: Any = None) -> Any:
     def run(module: nn.Module, x: Any) -> Any:
-        x = embed(9, 6, name="first")(x) if words else dense["first"](6, name="first")(x)
-        return nn.Dense(2, name="third")(nn.tanh(dense["second"](6, dtype=dtype, name="second")(x)))
+        x = nn.Embed(9, 6, name="first")(x) if words else nn.Dense(6, name="first")(x)
+        return nn.Dense(2, name="third")(nn.tanh(nn.Dense(6, dtype=dtype, name="second")(x)))
 
     return run
 
@@ -163,7 +143,8 @@ def chain(words: bool, stopped: str = "", dtype: Any = None) -> Any:
 @pytest.mark.parametrize(("words", "stopped"), [(True, "first"), (False, "first"), (False, "second")])
 def test_a_module_that_stops_the_gradient_of_its_output_is_named(words: bool, stopped: str) -> None:
     inputs, rules = (IDS, WORDS) if words else (X, DENSE)
-    forward, backward, _ = found(chain_torch(words), chain(words, stopped), inputs, rules)
+    stops = at(stopped, output(jax.lax.stop_gradient))
+    forward, backward, _ = found(chain_torch(words), chain(words), inputs, rules, stops)
     assert forward is None and backward[0] == stopped and "in Flax, its output has no gradient" in backward[2]
 
 
@@ -209,9 +190,6 @@ def test_padding_is_a_setting_only_where_it_has_an_effect(mode: str) -> None:
     assert "no setting that modules state differs" in [check.found for check in right.checks]
     wrong = run({**case, "flax_module": flax("zeros")})
     assert not wrong.passed and [(each["path"], each["what"]) for each in wrong.differences] == [("conv", "padding")]
-
-
-# Faults that were not named: by their module, or at the root by their tensor.
 
 
 NORM = "norm.weight -> params/norm/scale\nnorm.bias -> params/norm/bias\n"

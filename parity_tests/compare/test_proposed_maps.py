@@ -1,4 +1,7 @@
-"""`rules="auto"` on wrong ports: exchanged names are said first, and a module is named without a proven map."""
+"""`rules="auto"` on wrong ports: exchanged names are said first, and a module is named without a proven map.
+
+Weights that a model does not use: what can be proposed for them, and what the report says.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 
-from parity_tests.compare.cases import QUICK, run
-from parity_tests.small_pairs import Flax, Torch, linears, named
+from parity_tests.mutants.models import QUICK, run
+from parity_tests.small_pairs import DENSE as LINEARS
+from parity_tests.small_pairs import Flax, Kernel, Torch, finding, linears, named
 from remat_jax import porting
 from remat_jax.errors import PortingError
+from remat_jax.parity import ParityReport, compare
 from remat_jax.warning import RematWarning
 
 X = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
@@ -36,15 +42,6 @@ def model_torch() -> Torch:
     return Torch(lambda m, x: m.layers[1](m.layers[0](x)), layers=layers)
 
 
-class Untransposed(nn.Module):
-    """A dense layer that does not transpose its kernel."""
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), (8, 8))
-        return x @ kernel.T + self.param("bias", nn.initializers.zeros, (8,))
-
-
 class Layer(nn.Module):
     fault: str = ""
 
@@ -52,7 +49,7 @@ class Layer(nn.Module):
     def __call__(self, x: Any) -> Any:
         untransposed = self.fault.split()[1:] if self.fault.startswith("untransposed") else []
         dense = {name: nn.Dense(8, use_bias=name != "down", name=name) for name in DENSE if name not in untransposed}
-        dense |= {name: Untransposed(name=name) for name in untransposed}
+        dense |= {name: Kernel(width=8, name=name) for name in untransposed}
         if self.fault in ("gate and up", "key and value", "query and value and key"):
             names = self.fault.split(" and ")
             dense |= {name: dense[other] for name, other in zip(names, (*names[1:], names[0]), strict=True)}
@@ -123,7 +120,7 @@ def test_kernels_that_are_not_transposed_are_said_first() -> None:
 
 def test_kernels_of_which_none_is_transposed_are_a_convention() -> None:
     theirs = Torch(lambda m, x: m.left(x).tanh() + m.norm(x).tanh(), norm=torch.nn.LayerNorm(8), **linears(8, "left"))
-    ours = Flax(lambda m, x: nn.tanh(Untransposed(name="left")(x)) + nn.tanh(nn.LayerNorm(epsilon=1e-5, name="norm")(x)))
+    ours = Flax(lambda m, x: nn.tanh(Kernel(width=8, name="left")(x)) + nn.tanh(nn.LayerNorm(epsilon=1e-5, name="norm")(x)))
     report = run(case(torch_module=theirs, flax_module=ours))
     assert report.passed and report.weight_map == "proven"
 
@@ -146,12 +143,6 @@ def test_a_module_is_named_without_a_proven_map(fault: str, pass_: str, module: 
     assert bool(report.differences) is (fault == "epsilon")
 
 
-def test_the_right_model_passes_and_the_map_is_said_to_be_proved() -> None:
-    report = run(case(flax_module=Model()))
-    assert report.passed and report.weight_map == "proven"
-    assert report.checks[0].found == "found from names and shapes, and proved by running both models"
-
-
 def branches() -> Torch:
     """Two branches that may be exchanged."""
     return Torch(lambda m, x: m.left(x).tanh() + m.right(x).tanh(), **linears(8, "left", "right"))
@@ -161,6 +152,8 @@ def test_equal_names_decide_a_symmetry() -> None:
     ours = Flax(lambda m, x: jnp.tanh(nn.Dense(8, name="right")(x)) + jnp.tanh(nn.Dense(8, name="left")(x)))
     report = run(case(torch_module=branches(), flax_module=ours))
     assert report.passed and report.rules.startswith("{name}.weight -> params/{name}/kernel | linear")
+    assert report.weight_map == "proven"
+    assert report.checks[0].found == "found from names and shapes, and proved by running both models"
 
 
 def biased() -> Torch:
@@ -209,6 +202,142 @@ def test_modules_of_equal_names_and_different_shapes_are_named() -> None:
     assert "left (Linear): weight (8, 8), bias (8,)" in str(error.value)
 
 
-def test_without_a_report_a_module_that_differs_is_an_error() -> None:
-    with pytest.raises(PortingError, match=r"no map (makes the models|was found under which the models) agree"):
-        porting.propose(model_torch(), Model("epsilon"), X)
+# Weights that neither model uses are listed with a note; a gradient that is 0 by chance proves nothing, and fails.
+
+TOKEN_RULES = f"mask_token -> params/mask_token\n{LINEARS.replace('{name}', 'linear')}"
+ROWS = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+
+
+def masking(times_zero: bool = False) -> Torch:
+    """A token for masked patches, as in DINOv2, without a mask that uses it."""
+    parts = {"mask_token": torch.nn.Parameter(torch.randn(1, 3)), "linear": torch.nn.Linear(3, 2)}
+    return Torch(lambda m, x: m.linear(x + 0 * m.mask_token if times_zero else x), **parts)
+
+
+class Masking(nn.Module):
+    """As `masking`; its mask token, if any, is multiplied by `share` and added."""
+
+    share: float | None = None
+    name_of_token: str = "mask_token"
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        token = self.param(self.name_of_token, nn.initializers.normal(), (1, 3))
+        return nn.Dense(2, name="linear")(x if self.share is None else x + self.share * token)
+
+
+class FlaxNnx(nnx.Module):
+    def __init__(self) -> None:
+        self.mask_token, self.linear = nnx.Param(jnp.ones((1, 3))), nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: Any) -> Any:
+        return self.linear(x)
+
+
+def compared(flax: Any, torch_module: Any = None, **options: Any) -> ParityReport:
+    torch.manual_seed(0)
+    pair = {"torch_module": torch_module or masking(), "flax_module": flax, "inputs": ROWS, "rules": TOKEN_RULES}
+    return compare(**{**pair, **QUICK, **options})
+
+
+@pytest.mark.parametrize("flax", [Masking(), FlaxNnx()], ids=["linen", "nnx"])
+def test_what_neither_model_uses_is_a_note(flax: Any) -> None:
+    blocks = {"torch_blocks": torch.nn.Linear, "flax_blocks": nn.Dense if isinstance(flax, Masking) else nnx.Linear}
+    report = compared(flax, modes=("off", "checkpoint"), dtypes=("float64", "float32"), optimizer="adamw", **blocks)
+    assert report.passed, str(report)
+    assert finding(report, "gradients") == "2 parameters, none with a gradient of 0; unused by both, not compared: mask_token"
+    assert {row.name for row in report.rows if row.kind == "gradient"} == {"linear.weight", "linear.bias", "input:0"}
+    assert not any("mask_token" in row.name for row in report.rows)
+
+
+@pytest.mark.parametrize(
+    ("flax", "times_zero"), [(Masking(), True), (Masking(0.0), False), (Masking(0.0), True)], ids=["torch", "flax", "both"]
+)
+def test_a_gradient_that_happens_to_be_zero_still_fails(flax: Any, times_zero: bool) -> None:
+    report = compared(flax, masking(times_zero))
+    assert not report.passed and "prove nothing about mask_token" in finding(report, "gradients")
+
+
+def test_a_weight_that_only_flax_uses_differs() -> None:
+    report = compared(Masking(1.0))
+    assert not report.passed and {"output", "mask_token"} <= {row.name for row in report.failed_rows}
+
+
+def test_where_all_weights_are_unused_nothing_is_proved() -> None:
+    def idle(module: nn.Module, x: Any) -> Any:
+        Masking(name="inner")(x)
+        return x**2
+
+    rules = TOKEN_RULES.replace("params/", "params/inner/")
+    report = compared(Flax(idle), rules=rules, torch_call=lambda model, x: x**2)
+    assert not report.passed and not report.proves and "every gradient is 0" in finding(report, "gradients")
+
+
+def test_a_map_is_proposed_for_it_where_only_one_is_possible() -> None:
+    with pytest.warns(RematWarning, match="mask_token: the outputs do not depend on it, so its place follows from name, shape"):
+        assert "mask_token -> params/mask_token" in str(porting.propose(masking(), Masking(), ROWS))
+    report = compared(Masking(), rules="auto")  # the report says that the token is not compared
+    assert report.passed and "not compared: mask_token" in finding(report, "gradients")
+
+
+def test_no_map_is_proposed_where_the_name_is_another() -> None:
+    with pytest.raises(PortingError, match="the outputs do not depend on mask_token.*\n  mask_token -> params/bottleneck"):
+        porting.propose(masking(), Masking(name_of_token="bottleneck"), ROWS)
+
+
+@pytest.mark.parametrize("names", [("mask_token", "class_token"), ("masking_token", "classing_token")])
+def test_no_map_is_proposed_where_shapes_and_names_leave_two_places(names: tuple[str, str]) -> None:
+    def two(module: nn.Module, x: Any) -> Any:
+        for name in names:
+            module.param(name, nn.initializers.normal(), (1, 3))
+        return nn.Dense(2, name="linear")(x)
+
+    module = masking()
+    module.class_token = torch.nn.Parameter(torch.zeros(1, 3))
+    if names[0] == "mask_token":
+        assert porting.propose(module, Flax(two), ROWS)
+    else:
+        with pytest.raises(PortingError, match="do not depend on mask_token, class_token"):
+            porting.propose(module, Flax(two), ROWS)
+
+
+def test_what_only_flax_has_is_named_by_a_rule() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    with pytest.warns(RematWarning, match="only Flax has params/mask_token; the outputs do not depend on it"):
+        rules = porting.propose(module, Masking(), ROWS)
+    assert str(rules).splitlines()[-1] == "missing: params/mask_token"
+    with pytest.raises(PortingError, match="no map makes the models agree"):
+        porting.propose(module, Masking(1.0), ROWS, rules="missing: params/mask_token")
+    used = compared(Masking(1.0), module, rules="auto")
+    assert not used.passed and "only Flax has params/mask_token (in rules: 'missing: …')" in used.checks[0].found
+    assert compared(Masking(), module, rules="auto").passed
+    with pytest.raises(PortingError, match=r"mask_token: .* has no value for it; give variables with values, such as those of"):
+        compared(Masking(), module, rules=rules)
+    assert compared(Masking(), module, rules=rules, variables=Masking().init(jax.random.key(0), ROWS)).passed
+
+
+# A ReLU that no input reaches.
+
+
+def gated_flax(factor: float) -> Flax:
+    def run(module: nn.Module, x: Any) -> Any:
+        gate = nn.relu(nn.Dense(2, name="down")(x)) * factor
+        return nn.Dense(2, name="linear")(x) * nn.sigmoid(nn.Dense(2, name="up")(gate))
+
+    return Flax(run)
+
+
+def test_a_gradient_that_is_zero_by_chance_is_compared_with_random_weights() -> None:
+    """A gate as in small convolutional models: with these weights its ReLU is 0 for every input."""
+    parts = {"linear": torch.nn.Linear(3, 2), "down": torch.nn.Linear(3, 2), "up": torch.nn.Linear(2, 2)}
+    gated = Torch(lambda m, x: m.linear(x) * m.up(m.down(x).relu()).sigmoid(), **parts)
+    gated.down.bias.data.fill_(-9)
+    gated.linear.weight.data *= 4  # the largest weights are planted, and the others do not matter
+    report = compared(gated_flax(1.0), gated, rules=LINEARS)
+    assert report.passed, str(report)
+    dead = "down.weight, down.bias, up.weight"
+    expected = f"6 parameters, 0 with these weights, and equal with random ones: {dead}"
+    assert finding(report, "gradients") == expected
+    wrong = compared(gated_flax(2.0), gated, rules=LINEARS)
+    assert not wrong.passed and all(row.passed for row in wrong.rows)
+    assert re.search(f"prove nothing about {dead}; with random weights, .* is .* off", finding(wrong, "gradients"))

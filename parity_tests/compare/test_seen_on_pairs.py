@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests.compare.cases import QUICK, run
+from parity_tests.mutants.models import QUICK, run
+from parity_tests.mutants.planting import at, detached
 from parity_tests.small_pairs import DENSE, Flax, Torch, linears, named
 from parity_tests.small_pairs import SERIES as X
 from remat_jax.errors import ArgumentError
@@ -96,14 +97,6 @@ def test_a_sum_in_place_accuses_nobody() -> None:
     assert first_divergences(theirs, in_place_flax(1.0), {"params": params}, (X,)).none
 
 
-class DetachingDense(nn.Dense):
-    detaches: bool = False
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return super().__call__(jax.lax.stop_gradient(x) if self.detaches else x)
-
-
 @pytest.mark.parametrize("detaches", [False, True])
 def test_a_shared_table_is_not_blamed_for_a_gradient_that_another_call_lost(detaches: bool) -> None:
     theirs = Torch(
@@ -114,48 +107,41 @@ def test_a_shared_table_is_not_blamed_for_a_gradient_that_another_call_lost(deta
 
     def twice(module: nn.Module, tokens: Any) -> Any:
         table = nn.Embed(9, 4, name="table")
-        x = jnp.tanh(DetachingDense(4, detaches=detaches, name="before")(table(tokens)))
+        x = jnp.tanh(nn.Dense(4, name="before")(table(tokens)))
         return nn.Dense(4, name="after")(x + table(tokens[:, ::-1]))
 
     tokens = np.random.default_rng(1).integers(0, 9, (2, 5))
     rules = f"table.weight -> params/table/embedding\n{DENSE}"
-    report = run({"torch_module": theirs, "flax_module": Flax(twice), "inputs": (tokens,), "rules": rules}, **QUICK)
+    case = {"torch_module": theirs, "flax_module": Flax(twice), "inputs": (tokens,), "rules": rules}
+    report = run(at("before", detached)(case) if detaches else case, **QUICK)
     assert report.passed == (not detaches)
     assert not detaches or named(report, "backward", "torch_path", "what") == ("before", "gradient of input 0")
 
 
-# Matching modules: (path, class, whether it is a leaf, whether it has weights).
+# Matching modules by path and class; a path that ends in / has modules inside, and classes in brackets have no weights.
 
-INSIDE_A_LAYER = [("layers/0/attn", "Attention", False, False), ("layers/0", "Layer", False, False)]
-ROTATION_ELSEWHERE = (
-    [("rotary", "Rotary", True, False), ("layers/0/attn/q", "Linear", True, True), *INSIDE_A_LAYER],
-    [("layers/0/attn/rotary", "Rotary", True, False), ("layers/0/attn/q", "Dense", True, True), *INSIDE_A_LAYER],
-    {"layers/0/attn", "layers/0"},
-)
-TABLE_ELSEWHERE = (
-    [
-        ("encoder/tokens", "Embedding", True, True),
-        ("encoder/positions", "Embedding", True, True),
-        ("encoder/fc", "Conv1D", True, True),
-        ("encoder", "Encoder", False, False),
-    ],
-    [
-        ("shared", "Embed", True, True),
-        ("encoder/positions", "Embed", True, True),
-        ("encoder/fc", "MyConv1D", True, True),
-        ("encoder", "Encoder", False, False),
-    ],
-    {"encoder", "encoder/fc"},
-)
+ELSEWHERE = [
+    (
+        "rotary:(Rotary) layers/0/attn/q:Linear layers/0/attn/:Attention layers/0/:Layer",
+        "layers/0/attn/rotary:(Rotary) layers/0/attn/q:Dense layers/0/attn/:Attention layers/0/:Layer",
+        {"layers/0/attn", "layers/0"},
+    ),
+    (
+        "encoder/tokens:Embedding encoder/positions:Embedding encoder/fc:Conv1D encoder/:Encoder",
+        "shared:Embed encoder/positions:Embed encoder/fc:MyConv1D encoder/:Encoder",
+        {"encoder", "encoder/fc"},
+    ),
+]
 
 
-@pytest.mark.parametrize(("theirs", "ours", "equal"), [ROTATION_ELSEWHERE, TABLE_ELSEWHERE])
-def test_a_module_that_is_elsewhere_hides_no_layer(theirs: Any, ours: Any, equal: set[str]) -> None:
-    modules = (
-        [MatchedModule(path, kind, 4, is_leaf, has_weights) for path, kind, is_leaf, has_weights in entries]
-        for entries in (theirs, ours)
-    )
-    matched = match(*modules)
+@pytest.mark.parametrize(("theirs", "ours", "equal"), ELSEWHERE)
+def test_a_module_that_is_elsewhere_hides_no_layer(theirs: str, ours: str, equal: set[str]) -> None:
+    def modules(text: str) -> list[MatchedModule]:
+        pairs = (entry.split(":") for entry in text.split())
+        leaves = ((path.rstrip("/"), kind, not path.endswith("/")) for path, kind in pairs)
+        return [MatchedModule(path, kind.strip("()"), 4, leaf, leaf and kind[0] != "(") for path, kind, leaf in leaves]
+
+    matched = match(modules(theirs), modules(ours))
     assert {path for path in equal if matched[path] == path} == equal
 
 

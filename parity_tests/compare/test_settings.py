@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import flax.linen as nn
@@ -11,16 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from flax import nnx
 
-from parity_tests.compare.cases import QUICK
+from parity_tests.mutants.models import QUICK
 from parity_tests.small_pairs import Flax, finding, named
-from parity_tests.third_party import ports as p
-from parity_tests.third_party.of_transformers import PORTS
-from parity_tests.third_party.ports import Port
-from remat_jax.parity import compare
+from remat_jax.errors import ArgumentError
+from remat_jax.parity import compare, excite
 from remat_jax.parity.capture_flax import trace_step
 from remat_jax.parity.comparison import failures
 from remat_jax.parity.masks import flax_masks, torch_masks
+from remat_jax.parity.semantics import differences, torch_facts
 
 X = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
 HIDDEN = np.array([[0, 0, 0, 1, 1], [0, 1, 0, 0, 0]], bool)
@@ -47,13 +47,10 @@ def norms_flax(epsilon: float) -> Flax:
     return Flax(lambda m, x: nn.Dense(4, name="head")(nn.LayerNorm(epsilon, name="norm")(x)))
 
 
-def test_settings_and_the_module_are_named_where_no_map_makes_the_models_agree() -> None:
+def test_progress_is_told_also_where_no_map_makes_the_models_agree() -> None:
     messages: list[str] = []
     report = compare(norms(), norms_flax(1e-6), X, **QUICK, progress=lambda message, done, total: messages.append(message))
     assert report.weight_map == "not proven" and "no map makes the models agree" in report.checks[0].found
-    assert re.match("NOT PASSED: the weight map is not proven; under the map that names suggest: .* tensors", report.verdict())
-    assert [(difference["path"], difference["what"]) for difference in report.differences] == [("norm", "epsilon")]
-    assert named(report, "forward", "flax_path") == ("norm",)
     assert messages[:3] == ["the settings of both models", "the PyTorch model in float64", "proposing a weight map"]
     assert "proposing a weight map: trying ways to convert the weights, 1" in messages
 
@@ -69,10 +66,128 @@ def test_settings_that_matter_are_named_beside_the_tensors() -> None:
     assert not report.passed and named(report, "forward", "flax_path") == ("norm",)
     assert "norm: epsilon is 1e-05 in PyTorch and 1e-06 in Flax" in failures(report)
     assert [(difference["path"], difference["what"]) for difference in report.differences] == [("norm", "epsilon")]
-    assert (
-        finding(compare(norms(), norms_flax(1e-5), X, rules=rules, **QUICK), "settings")
-        == "no setting that modules state differs"
-    )
+    right = compare(norms(), norms_flax(1e-5), X, rules=rules, **QUICK)
+    assert finding(right, "settings") == "no setting that modules state differs"
+
+
+# Each setting of each kind of module.
+
+Setting = tuple[str, str, Any, Any]
+
+
+def settings(theirs: Any, ours: Any, variables: Any, *inputs: Any) -> list[Setting]:
+    """The path, the name and both values of each setting that differs."""
+    return [(each.path, each.what, each.torch, each.flax) for each in differences(theirs, ours, variables, inputs)]
+
+
+class Small(nn.Module):
+    """A convolution, a batch norm, a dropout, a dense layer."""
+
+    padding: Any = ((1, 1), (1, 1))
+    momentum: float = 0.9
+    rate: float = 0.25
+    use_bias: bool = True
+    dtype: Any = None
+    precision: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Conv(4, (3, 3), strides=(2, 2), padding=self.padding, name="conv")(x)
+        x = nn.BatchNorm(True, momentum=self.momentum, epsilon=1e-5, name="norm")(x)
+        x = nn.Dropout(self.rate, deterministic=True, name="drop")(x)
+        head = nn.Dense(3, use_bias=self.use_bias, dtype=self.dtype, precision=self.precision, name="head")
+        return head(x.mean((1, 2)))
+
+
+def theirs() -> torch.nn.Module:
+    """`Small` in PyTorch."""
+    parts = {"conv": torch.nn.Conv2d(3, 4, 3, stride=2, padding=1), "norm": torch.nn.BatchNorm2d(4)}
+    return torch.nn.ModuleDict(parts | {"drop": torch.nn.Dropout(0.25), "head": torch.nn.Linear(4, 3)})
+
+
+ALGORITHM = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
+CHANGES: dict[str, tuple[dict[str, Any], tuple[str, str, Any, Any] | None]] = {
+    "none": ({}, None),
+    "padding": ({"padding": "SAME"}, ("conv", "padding", ((1, 1), (1, 1)), "SAME")),
+    "no padding": ({"padding": "VALID"}, ("conv", "padding", ((1, 1), (1, 1)), ((0, 0), (0, 0)))),
+    "momentum": ({"momentum": 0.99}, ("norm", "momentum", 0.9, 0.99)),
+    "rate": ({"rate": 0.5}, ("", "dropout rates", [0.25], [0.5])),
+    "bias": ({"use_bias": False}, ("head", "bias", True, False)),
+    "dtype": ({"dtype": jnp.bfloat16}, ("head", "dtype", "float32", "bfloat16")),
+    "precision": ({"precision": "default"}, ("head", "precision", "highest", "default")),
+    "full precision": ({"precision": "float32"}, None),
+    "precisions": ({"precision": ("high", "highest")}, ("head", "precision", "highest", "high and highest")),
+    "an algorithm": ({"precision": ALGORITHM}, ("head", "precision", "highest", "bf16_bf16_f32")),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_setting(name: str) -> None:
+    changes, expected = CHANGES[name]
+    model, x = Small(**changes), jax.ShapeDtypeStruct((2, 8, 8, 3), jnp.float32)
+    variables = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.ones(x.shape)))
+    assert settings(theirs().eval(), model, variables, x) == ([] if expected is None else [expected])
+
+
+def test_running_statistics_and_those_of_the_batch() -> None:
+    model, x = Small(), jnp.ones((2, 8, 8, 3))
+    [setting] = differences(theirs().train(), model, model.init(jax.random.key(0), x), (x,))
+    assert str(setting) == "norm: statistics is of the batch in PyTorch and running in Flax"
+
+
+class Upsampling(nn.Module):
+    """Modules with the names of others but not their attributes."""
+
+    strides: int = 2
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.ConvTranspose(3, (2, 2), strides=(self.strides, self.strides), padding="VALID", name="up")(x)
+        return nn.BatchNorm(True, epsilon=1e-5, name="frozen")(x)
+
+
+class FrozenBatchNorm(torch.nn.Module):
+    """As in torchvision: no momentum, nothing trained."""
+
+    eps = 1e-5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class CausalConv(torch.nn.Module):
+    """As in ports of state-space models: a kernel, and no readable settings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+
+def test_modules_without_the_usual_attributes_are_read_as_far_as_they_go() -> None:
+    upsampling = torch.nn.ModuleDict({"up": torch.nn.ConvTranspose2d(3, 3, 2, 2), "frozen": FrozenBatchNorm()})
+    x = jax.ShapeDtypeStruct((1, 4, 4, 3), jnp.float32)
+    for strides, expected in ((2, []), (1, ["up: strides is (2, 2) in PyTorch and (1, 1) in Flax"])):
+        model = Upsampling(strides)
+        variables = jax.eval_shape(lambda model=model: model.init(jax.random.key(0), jnp.ones(x.shape)))
+        assert [str(setting) for setting in differences(upsampling, model, variables, (x,))] == expected
+    assert torch_facts(CausalConv()) == {"bias": False, "precision": "highest", "dtype": "float32"}
+
+
+def test_nnx() -> None:
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.norm = nnx.LayerNorm(3, rngs=nnx.Rngs(0))
+            self.head = nnx.Linear(3, 2, use_bias=False, rngs=nnx.Rngs(0))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.head(self.norm(x))
+
+    theirs = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(3), "head": torch.nn.Linear(3, 2)})
+    settings_that_differ = differences(theirs, Model(), None, (jnp.ones((1, 3)),))
+    assert [str(setting) for setting in settings_that_differ] == [
+        "norm: epsilon is 1e-05 in PyTorch and 1e-06 in Flax",
+        "head: bias is True in PyTorch and False in Flax",
+    ]
 
 
 # Masks.
@@ -107,13 +222,6 @@ ATTENTION = """
 """
 
 
-def ways_in_flax(call: Any, mask: np.ndarray, added: bool = False) -> list[int | None]:
-    """How a mask enters the softmaxes of a function."""
-    step = trace_step(Flax(lambda m, mask: call(mask).astype("float32")), {}, (mask,), backward=False)
-    signs = flax_masks(step.jaxpr, {0: "mask"}, step.recorder.paths, {"mask"} if added else set())
-    return list(signs.get("mask", {}))
-
-
 def heads(x: Any) -> Any:
     return x.reshape(2, 5, 2, 4)
 
@@ -134,32 +242,6 @@ IN_FLAX: dict[str, tuple[Any, int | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", IN_FLAX)
-def test_the_way_of_a_mask_in_flax(name: str) -> None:
-    call, sign = IN_FLAX[name]
-    signs = ways_in_flax(call, HIDDEN)
-    assert signs == [sign] if sign else len(signs) != 1
-
-
-def torch_bias(m: torch.Tensor) -> torch.Tensor:
-    return torch.softmax(torch.zeros(2, 5, 5) + (1.0 - m[:, None].float()) * torch.finfo(torch.float32).min, -1)
-
-
-def torch_filled(m: torch.Tensor) -> torch.Tensor:
-    scores = torch.zeros(2, 5, 5)
-    return scores.masked_fill_(m[:, None], float("-inf")).softmax(-1)
-
-
-def torch_sdpa(m: torch.Tensor) -> torch.Tensor:
-    x = torch.tensor(X)[:, None]
-    return torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=m[:, None, None])
-
-
-def torch_layer(m: torch.Tensor) -> torch.Tensor:
-    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-    return layer(torch.tensor(X), src_key_padding_mask=m)
-
-
 CAUSAL = np.where(np.arange(5) > 3, np.float32(-1e9), 0)
 ADDED_IN_FLAX: dict[str, tuple[Any, int]] = {
     "added": (lambda m: jax.nn.softmax(SCORES + m[:, None]), 1),
@@ -177,68 +259,67 @@ ADDED_IN_FLAX: dict[str, tuple[Any, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", ADDED_IN_FLAX)
-def test_the_way_of_a_mask_to_be_added_in_flax(name: str) -> None:
-    call, sign = ADDED_IN_FLAX[name]
-    assert ways_in_flax(call, ADDED, added=True) == [sign]
+TABLES = ((IN_FLAX, HIDDEN), (ADDED_IN_FLAX, ADDED))
+WAYS = {name: (call, mask, sign) for table, mask in TABLES for name, (call, sign) in table.items()}
 
 
-ADDED_IN_TORCH: dict[str, tuple[Any, int]] = {
-    "added": (lambda m: (torch.zeros(2, 5, 5) + m[:, None].expand(2, 5, 5)).softmax(-1), 1),
-    "filled where it is not 0": (lambda m: torch.zeros(2, 5, 5).masked_fill(m.bool()[:, None], -torch.inf).softmax(-1), 1),
-    "filled where it is 0": (lambda m: torch.zeros(2, 5, 5).masked_fill(~m.bool()[:, None], -torch.inf).softmax(-1), -1),
-    "filled, logical_not": (lambda m: torch.zeros(2, 5, 5).masked_fill(m.logical_not()[:, None], -torch.inf).softmax(-1), -1),
-    "the module": (
-        lambda m: torch.nn.MultiheadAttention(8, 2, batch_first=True)(*[torch.tensor(X)] * 3, key_padding_mask=m)[0],
+@pytest.mark.parametrize("name", WAYS)
+def test_the_way_of_a_mask_in_flax(name: str) -> None:
+    """How it enters the softmaxes of a function."""
+    call, mask, sign = WAYS[name]
+    step = trace_step(Flax(lambda m, mask: call(mask).astype("float32")), {}, (mask,), backward=False)
+    signs = list(flax_masks(step.jaxpr, {0: "mask"}, step.recorder.paths, {"mask"} if mask is ADDED else set()).get("mask", {}))
+    assert signs == [sign] if sign else len(signs) != 1
+
+
+ZEROS, LEAST, TENSOR = torch.zeros(2, 5, 5), torch.finfo(torch.float32).min, torch.tensor(X)
+IN_TORCH: dict[str, tuple[Any, np.ndarray, int]] = {
+    "a bias": (lambda m: torch.softmax(ZEROS + (1.0 - m[:, None].float()) * LEAST, -1), HIDDEN, 1),
+    "filled": (lambda m: ZEROS.clone().masked_fill_(m[:, None], -torch.inf).softmax(-1), HIDDEN, -1),
+    "fused": (
+        lambda m: F.scaled_dot_product_attention(*[TENSOR[:, None]] * 3, attn_mask=m[:, None, None]),
+        HIDDEN,
         1,
     ),
+    "a layer": (
+        lambda m: torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()(TENSOR, src_key_padding_mask=m),
+        HIDDEN,
+        -1,
+    ),
+    "added": (lambda m: (ZEROS + m[:, None].expand(2, 5, 5)).softmax(-1), ADDED, 1),
+    "filled where it is not 0": (lambda m: ZEROS.masked_fill(m.bool()[:, None], -torch.inf).softmax(-1), ADDED, 1),
+    "filled where it is 0": (lambda m: ZEROS.masked_fill(~m.bool()[:, None], -torch.inf).softmax(-1), ADDED, -1),
+    "filled, logical_not": (lambda m: ZEROS.masked_fill(m.logical_not()[:, None], -torch.inf).softmax(-1), ADDED, -1),
+    "the module": (lambda m: torch.nn.MultiheadAttention(8, 2, batch_first=True)(*[TENSOR] * 3, m)[0], ADDED, 1),
 }
 
 
-@pytest.mark.parametrize("name", ADDED_IN_TORCH)
-def test_the_way_of_a_mask_to_be_added_in_pytorch(name: str) -> None:
-    (call, sign), mask = ADDED_IN_TORCH[name], torch.tensor(ADDED)
-    assert list(torch_masks(lambda: call(mask), {"mask": mask}, {"mask"})["mask"]) == [sign]
+@pytest.mark.parametrize("name", IN_TORCH)
+def test_the_way_of_a_mask_in_pytorch(name: str) -> None:
+    call, array, sign = IN_TORCH[name]
+    mask, fast = torch.tensor(array), torch.backends.mha.get_fastpath_enabled()
+    signs = torch_masks(lambda: call(mask), {"mask": mask}, {"mask"} if array is ADDED else set())
+    assert list(signs["mask"]) == [sign] and torch.backends.mha.get_fastpath_enabled() == fast
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bool"])
-def test_a_mask_to_be_added_that_is_read_the_other_way_is_told(dtype: str) -> None:
+@pytest.mark.parametrize(("true_hides", "mask", "expected"), [(True, HIDDEN, None), (False, HIDDEN, 1), (False, ADDED, 0)])
+def test_a_mask_read_the_other_way_is_told_with_its_module(true_hides: bool, mask: np.ndarray, expected: int | None) -> None:
     """Flax reads a mask as true and false: the true entries of PyTorch's additive mask are hidden."""
-    mask = ADDED if dtype == "float32" else HIDDEN
-    report = compare(TorchAttends(), Attends(False), {"x": X, "hidden": mask}, rules=ATTENTION, **QUICK)
-    which = 0 if dtype == "float32" else 1
-    [difference] = report.differences
-    assert difference["what"] == f"a position where hidden is {which}" and not report.passed
-    assert (difference["torch"], difference["flax"]) == (("shown", "hidden") if which == 0 else ("hidden", "shown"))
-
-
-IN_TORCH = {torch_bias: 1, torch_filled: -1, torch_sdpa: 1, torch_layer: -1}
-
-
-@pytest.mark.parametrize("call", IN_TORCH, ids=lambda call: call.__name__)
-def test_the_way_of_a_mask_in_pytorch(call: Any) -> None:
-    mask = torch.tensor(HIDDEN)
-    fast = torch.backends.mha.get_fastpath_enabled()
-    assert list(torch_masks(lambda: call(mask), {"mask": mask})["mask"]) == [IN_TORCH[call]]
-    assert torch.backends.mha.get_fastpath_enabled() == fast
-
-
-@pytest.mark.parametrize("port", [PORTS[name] for name in ("gpt2", "bert", "llama")], ids=["gpt2", "bert", "llama"])
-def test_ports_read_their_masks_as_transformers_does(port: Port) -> None:
-    inputs = p.tensors(port.inputs, "float32")
-    model = p.make_torch(port, "float32")
-    masks = {"attention_mask": inputs["attention_mask"]}
-    assert list(torch_masks(lambda: p.torch_outputs(port, model, inputs), masks)["attention_mask"]) == [1]
-    ours, (arrays, _) = port.make_flax(port.config, scan=True), p.batch(port, "float32")
-    step = trace_step(ours, p.shapes(port, ours, arrays), port.arguments(arrays), backward=False)
-    place = len(step.jaxpr.jaxpr.invars) - len(port.arguments(arrays)) + 1
-    [(sign, module)] = flax_masks(step.jaxpr, {place: "mask"}, step.recorder.paths)["mask"].items()
-    assert sign == 1 and "att" in module
-
-
-@pytest.mark.parametrize("true_hides", [True, False])
-def test_a_mask_read_the_other_way_is_told_with_its_module(true_hides: bool) -> None:
-    report = compare(TorchAttends(), Attends(true_hides), {"x": X, "hidden": HIDDEN}, rules=ATTENTION, **QUICK)
+    report = compare(TorchAttends(), Attends(true_hides), {"x": X, "hidden": mask}, rules=ATTENTION, **QUICK)
     assert report.passed == true_hides and report.proves
-    expected = {"path": "attention", "what": "a position where hidden is 1", "torch": "hidden", "flax": "shown"}
-    assert report.differences == (() if true_hides else (expected,))
+    seen = ("shown", "hidden") if expected == 0 else ("hidden", "shown")
+    found = [tuple(difference.values()) for difference in report.differences]
+    assert found == ([] if expected is None else [("attention", f"a position where hidden is {expected}", *seen)])
+
+
+def test_without_exciting_a_missing_bias_is_missed() -> None:
+    """Zero biases hide the fault; excited biases do not, in either framework's tree."""
+    plain = {"head.bias": torch.zeros(4), "head.weight": torch.arange(4.0)}
+    made = excite({**plain, "tied": plain["head.bias"]}, seed=3)
+    assert made["head.bias"].std() > 0.05 and made["tied"] is made["head.bias"]
+    assert made["head.weight"] is plain["head.weight"]
+    variance = excite({"var": np.ones(50, np.float32), "count": np.zeros(3, np.int32)}, seed=1)
+    assert variance["var"].min() > 0.3 and np.std(variance["var"]) > 0.1 and variance["var"].dtype == np.float32
+    assert variance["count"].tolist() == [0, 0, 0]
+    with pytest.raises(ArgumentError, match=r"scale=0: expected a positive number"):
+        excite(plain, scale=0)

@@ -10,6 +10,7 @@ count or a residual table is wrong.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.metadata
 import json
@@ -106,7 +107,7 @@ def _one(name: str) -> None:
     example = EXAMPLES[name]
     # This disables LLVM's passes alone. OpenPI's gradient takes 27 minutes and more to compile with them, 16 seconds without.
     jax.config.update("jax_disable_most_optimizations", True)
-    print(json.dumps([row.to_dict() for row in check(example.workload(), example.again, example.deviation)]))
+    print(json.dumps([dataclasses.asdict(row) for row in check(example.workload(), example.again, example.deviation)]))
 
 
 if __name__ == "__main__":

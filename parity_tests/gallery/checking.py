@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -52,10 +52,6 @@ class Row:
         """Whether all four checks pass."""
         exact = self.error64 <= TOLERANCES["float64"].value and self.ratio <= TOLERANCES["error_ratio"].value
         return exact and self.again_is_right and tuple(self.table) == tuple(self.kept)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
 
 
 class Step:

@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from flax import nnx
 
 from examples.models import linen
 from parity_tests import support as s
 from parity_tests.third_party import ports as p
 from parity_tests.third_party.of_transformers import PORTS
 from parity_tests.third_party.ports import Port
+from remat_jax.parity import ParityReport, compare
 
 QUICK: dict[str, Any] = {"modes": "off", "dtypes": "float64", "memory": False}
 """A comparison of one second: faults in float64 need no other dtype or mode."""
@@ -190,6 +192,25 @@ def transformer(port: Port, scan: bool = False, **options: Any) -> dict[str, Any
 
 def named(port: Port, outputs: Any) -> dict[str, Any]:
     return dict(zip(port.targets, outputs if isinstance(outputs, tuple) else (outputs,), strict=True))
+
+
+@functools.cache
+def torch_stack() -> Any:
+    """The PyTorch model in float32, shared by all tests; `compare` does not change it."""
+    return s.make_torch("DecoderStack", "float32")
+
+
+def stack(api: str = "linen", **options: Any) -> dict[str, Any]:
+    """The decoder stack of both frameworks."""
+    more = {"rngs": nnx.Rngs(0)} if api == "nnx" else {}
+    model = s.MODULES[api].DecoderStack(**s.SIZES["DecoderStack"], **more)
+    inputs = (s.data("DecoderStack").x.astype(np.float32),)
+    return {"torch_module": torch_stack(), "flax_module": model, "inputs": inputs, "rules": STACK, **options}
+
+
+def run(case: dict[str, Any], **options: Any) -> ParityReport:
+    """`compare` of a case."""
+    return compare(**{**case, **options})
 
 
 MODELS = {

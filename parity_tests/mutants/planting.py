@@ -135,6 +135,10 @@ def swapped_queries_and_keys(fused: jax.Array) -> jax.Array:
     return jnp.concatenate([key, query, value], axis=-1)
 
 
+def noise(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return random.integers(1, 9, shape, np.int32)
+
+
 def noise_of_the_host(torch_path: str, path: str) -> Plant:
     """A module's output times noise from a generator on the host, which a step seeds: a recomputation draws again.
 
@@ -142,40 +146,30 @@ def noise_of_the_host(torch_path: str, path: str) -> Plant:
     """
     random = np.random.default_rng(0)
 
-    def begin(shape: tuple[int, ...]) -> np.ndarray:
-        nonlocal random
-        random = np.random.default_rng(0)
-        return np.zeros(shape)
-
-    def draw(shape: tuple[int, ...]) -> np.ndarray:
-        return random.normal(size=shape)
-
-    def host(function: Call, x: jax.Array) -> jax.Array:
-        # A callback may run on a thread without 64-bit types, where JAX would narrow its result, so it returns bits.
-        shape, dtype = x.shape, np.dtype(x.dtype)
-        words = (2,) if dtype.itemsize == 8 else ()
-        bits = jax.ShapeDtypeStruct((*shape, *words), np.uint32 if words else f"uint{8 * dtype.itemsize}")
-
+    def host(x: jax.Array, begins: bool = False) -> jax.Array:
         def made(_: Any) -> np.ndarray:
-            return np.ascontiguousarray(function(shape).astype(dtype)).view(bits.dtype).reshape(bits.shape)
+            nonlocal random
+            random = np.random.default_rng(0) if begins else random
+            return np.zeros(x.shape, np.int32) if begins else noise(random, x.shape)
 
-        return jax.lax.bitcast_convert_type(jax.pure_callback(made, bits, jax.lax.stop_gradient(x)), dtype)
+        # Integers: a callback may run on a thread without 64-bit types, where JAX would narrow its result.
+        return jax.pure_callback(made, jax.ShapeDtypeStruct(x.shape, np.int32), jax.lax.stop_gradient(x)).astype(x.dtype)
 
     def plant(case: Case) -> Case:
         noisy = copy.deepcopy(case["torch_module"])
         noisy.get_submodule(torch_path).register_forward_hook(lambda module, args, x: x * drawn_first(x))
-        case = at(path, output(lambda x: x * host(draw, x)))(case)
+        case = at(path, output(lambda x: x * host(x)))(case)
         right = case["flax_call"]
 
         def call(model: Any, *args: Any, **kwargs: Any) -> Any:
-            seeded = [x + host(begin, x) for x in args], {name: x + host(begin, x) for name, x in kwargs.items()}
+            seeded = [x + host(x, True) for x in args], {name: x + host(x, True) for name, x in kwargs.items()}
             return right(model, *seeded[0], **seeded[1])
 
         return {**case, "torch_module": noisy, "flax_call": call, "modes": ("off", "checkpoint")}
 
     def drawn_first(x: torch.Tensor) -> torch.Tensor:
         channels_last = x.moveaxis(1, -1) if x.ndim == 4 else x
-        noise = torch.tensor(np.random.default_rng(0).normal(size=channels_last.shape)).to(x)
-        return noise.moveaxis(-1, 1) if x.ndim == 4 else noise
+        drawn = torch.tensor(noise(np.random.default_rng(0), channels_last.shape)).to(x)
+        return drawn.moveaxis(-1, 1) if x.ndim == 4 else drawn
 
     return plant

@@ -25,7 +25,7 @@ from remat_jax.porting import Rules
 
 
 class Mutant(NamedTuple):
-    """A fault in a model, and what the report must name: PyTorch's module, the array, the pass, and further words."""
+    """A fault in a model, and what the report must name: PyTorch's module, the array, the pass, words, a setting."""
 
     model: str
     plant: Plant
@@ -33,6 +33,7 @@ class Mutant(NamedTuple):
     what: str = "output 0"
     where: str = "forward"
     note: str = ""
+    setting: str = ""
 
 
 def backward(model: str, planted: Plant, module: str, what: str = "gradient of input 0", note: str = "") -> Mutant:
@@ -72,13 +73,11 @@ def other_gelu(right: Any) -> Any:
 
 
 def mean_square(y: Any) -> Any:
-    y = y["logits"] if isinstance(y, dict) else y
     return (y**2).mean()
 
 
 def per_example(y: Any) -> Any:
     """The sum over all but the first axis, as in a loss that divides by the batch and not by the tokens."""
-    y = y["logits"] if isinstance(y, dict) else y
     return (y**2).sum() / len(y)
 
 
@@ -86,6 +85,7 @@ def doubled_backwards(y: Any) -> Any:
     return plant.scaled_cotangent(2.0)(mean_square(y))
 
 
+SHOWN = "a position where attention_mask is 1"
 TIED = "gradient of weight, the same tensor as lm_head.weight"
 NORM = "model.layers.1.self_attn.{}_norm.weight -> params/layers_1/self_attn/{}_norm/scale"
 OUT = "decoder.layers.1.self_attn.out_proj.weight -> params/layers_1/self_attn/out_proj/kernel"
@@ -107,7 +107,7 @@ MUTANTS: dict[str, list[Mutant]] = {
     ],
     "an inverted mask": [
         Mutant("decoder", at("layers_1/self_attn", inside(linen, "attention", only_the_future)), "decoder/layers/1/self_attn"),
-        Mutant("gpt2", at("", inside(gpt2, "attention_bias", inverted)), "", "input 1 of 'layers_0'"),
+        Mutant("gpt2", at("", inside(gpt2, "attention_bias", inverted)), "", "input 1 of 'layers_0'", setting=SHOWN),
     ],
     "a copy in the place of a tie": [backward("gpt2", at("", inside(gpt2, "unembed", copied)), "transformer/wte", TIED)],
     "rotary pairs permuted": [
@@ -179,7 +179,7 @@ def test_a_fault_is_found_and_named(mutant: Mutant) -> None:
     assert named.keys() == {mutant.where}
     divergence = named[mutant.where]
     assert (divergence["torch_path"], divergence["what"]) == (mutant.module, mutant.what), divergence
-    assert mutant.note in divergence["note"]
+    assert mutant.note in divergence["note"] and mutant.setting in str(report.differences)
     assert f"first difference, {mutant.where}: {mutant.module or 'the whole model'} (" in str(report)
 
 

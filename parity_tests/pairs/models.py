@@ -23,14 +23,10 @@ Arrays = dict[str, np.ndarray]
 
 WIDTHS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 TEXT = {"vocab_size": 60, "max_position_embeddings": 16}
-ENCODER_DECODER = {
-    "d_model": 16,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
+ENCODER_DECODER = {"d_model": 16} | {
+    f"{side}_{name}": size
+    for side in ("encoder", "decoder")
+    for name, size in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 32))
 }
 BATCH, LENGTH = 2, 7
 RANDOM = np.random.default_rng(0)
@@ -88,6 +84,8 @@ def hides_nothing(**inputs: Any) -> dict[str, Any]:
 
 T5 = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
 GPT = {"vocab_size": 60, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+WHISPER = {"vocab_size": 60, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16}
+WHISPER |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 NO_CACHE = {"use_cache": False}
 
 
@@ -134,17 +132,7 @@ PAIRS: dict[str, Pair] = {
     "t5": of_two_texts("T5ForConditionalGeneration", T5, hides_nothing),
     "whisper": Pair(
         "WhisperForConditionalGeneration",
-        ENCODER_DECODER
-        | {
-            "vocab_size": 60,
-            "num_mel_bins": 8,
-            "max_source_positions": 8,
-            "max_target_positions": 16,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "decoder_start_token_id": 1,
-        },
+        ENCODER_DECODER | WHISPER,
         {"input_features": SOUND, "decoder_input_ids": TOKENS[:, :5]},
         torch_only=NO_CACHE,
         flax_only=lambda **inputs: {"decoder_position_ids": places(inputs["decoder_input_ids"])},

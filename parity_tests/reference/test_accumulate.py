@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from examples.pytorch import accumulate_gradients, accumulated_step, micro_batches
+from examples.pytorch import accumulate_gradients, accumulated_step
 from examples.pytorch.faithful.accumulate import train
 
 COUNTS = (5, 1, 4, 2, 1, 5)
@@ -121,10 +121,3 @@ def test_an_infinite_gradient_skips_the_step_and_lowers_the_scale() -> None:
     assert scaler.get_scale() == 2.0**9 and torch.equal(flat(accumulating), flat(model(torch.float32)))
     assert accumulated_step(summed(accumulating), data(torch.float32), optimizer, scaler=scaler).stepped
     assert scaler.get_scale() == 2.0**9
-
-
-def test_cutting_a_batch() -> None:
-    x = torch.arange(6)
-    parts = micro_batches(({"x": x, "scale": 2.0}, x.view(6, 1)), 3)
-    assert [part[0]["x"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
-    assert [tuple(part[1].shape) for part in parts] == [(2, 1)] * 3 and parts[2][0]["scale"] == 2.0

@@ -123,51 +123,40 @@ def test_bfloat16_parameters_follow_a_float32_run(fraction: float) -> None:
     trained = model(torch.bfloat16)
     start = [parameter.detach().float().clone() for parameter in trained.parameters()]
     hybrid = HybridOptimizer(trained.parameters(), kind, offload_fraction=fraction, lr=rate, momentum=0.5)
-    narrow = model(torch.bfloat16)
-    by_itself = kind(narrow.parameters(), lr=rate, momentum=0.5)
     masters = [nn.Parameter(tensor.clone()) for tensor in start]
     wide = kind(masters, lr=rate, momentum=0.5)
     for _ in range(steps):
-        for group in (trained.parameters(), narrow.parameters(), masters):
+        for group in (trained.parameters(), masters):
             for parameter in group:
                 parameter.grad = torch.ones_like(parameter)
-        for optimizer in (hybrid, by_itself, wide):
+        for optimizer in (hybrid, wide):
             optimizer.step()
-    for got, want, lost, old in zip(trained.parameters(), masters, narrow.parameters(), start, strict=True):
+    for got, want in zip(trained.parameters(), masters, strict=True):
         assert torch.equal(got, want.detach().bfloat16())
-        moved = (want.detach() - old).abs().mean()
-        assert (lost.detach().float() - want.detach()).abs().mean() > 0.1 * moved
     saved = hybrid.state_dict()["state"]
     assert all(torch.equal(saved[index]["master"], master.detach()) for index, master in enumerate(masters))
     assert hybrid.placement().host_bytes == fraction * 4 * (4 * MATRIX + 4 * MATRIX), "momentum and master"
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, 0.5), (0.5, 1.0), (1.0, 0)])
-def test_a_state_dict_goes_on_with_another_fraction(before: float | None, after: float) -> None:
-    trained = model()
+@pytest.mark.parametrize(
+    ("before", "after", "dtype"),
+    [(None, 0.5, torch.float32), (0.5, 1.0, torch.float32), (1.0, 0, torch.float32), (1.0, 0.5, torch.bfloat16)],
+)
+def test_a_state_dict_goes_on_with_another_fraction(before: float | None, after: float, dtype: torch.dtype) -> None:
+    """In 16 bits it has the masters too."""
+    trained = model(dtype)
     first = make("adamw", before, 2, trained)
     train(first, trained, range(4))
-    saved = copy.deepcopy(first.state_dict())
-    second = make("adamw", after, 2, trained)
+    copied, saved = copy.deepcopy(trained), copy.deepcopy(first.state_dict())
+    second = make("adamw", after, 2, copied)
     second.load_state_dict(saved)
-    train(second, trained, range(4, 10))
-    assert_same_bits(trained, plain("adamw", 2))
-    assert set(second.state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
-    back = make("adamw", None, 2, trained)
+    for optimizer, module in ((first, trained), (second, copied)):
+        train(optimizer, module, range(4, 10))
+    assert_same_bits(copied, trained)
+    assert set(second.state_dict()["state"][0]) - {"master"} == {"step", "exp_avg", "exp_avg_sq"}
+    back = make("adamw", None, 2, copied)
     back.load_state_dict(second.state_dict())
     assert back.state_dict()["state"][3]["step"] == 10
-
-
-def test_a_state_dict_of_16_bits_keeps_the_masters() -> None:
-    trained = model(torch.bfloat16)
-    first = HybridOptimizer(trained.parameters(), torch.optim.Adam, lr=0.01)
-    train(first, trained, range(3))
-    copied = copy.deepcopy(trained)
-    second = HybridOptimizer(copied.parameters(), torch.optim.Adam, offload_fraction=0.5, lr=0.01)
-    second.load_state_dict(first.state_dict())
-    train(first, trained, range(3, 6))
-    train(second, copied, range(3, 6))
-    assert_same_bits(copied, trained)
 
 
 @pytest.mark.parametrize(("fraction", "dtype"), [(0.5, torch.bfloat16), (1.0, torch.float32)])

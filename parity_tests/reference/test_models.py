@@ -40,14 +40,3 @@ def test_the_layer_is_pytorchs_own_post_norm_layer():
     theirs.load_state_dict(weights, strict=True)
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     assert (ours(x) - theirs(x)).norm() < 1e-14 * theirs(x).norm()
-
-
-def test_the_decoder_sees_only_the_past():
-    torch.manual_seed(3)
-    model = pytorch.ByteDecoder(d_model=16, nhead=2, num_layers=2, max_len=8).double()
-    tokens = torch.randint(0, 256, (2, 8))
-    changed = tokens.clone()
-    changed[:, 5] = (changed[:, 5] + 1) % 256
-    before, after = model(tokens), model(changed)
-    assert torch.equal(before[:, :5], after[:, :5])
-    assert ((before - after).abs().amax(-1)[:, 5:] > 1e-6).all()

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 import torch_ref
-from examples import pytorch
 from examples.pytorch import faithful
-from torch_ref.host import live_host_copies, to_host
+from torch_ref.host import live_host_copies
 
 
 def test_the_tutorials_function_doubles_the_gradient_and_frees_nothing():
@@ -60,19 +59,6 @@ def test_what_views_one_storage_is_copied_once():
     assert r.bytes_on_host == (24 + 16 + 1) * 8
 
 
-def test_only_what_lies_inside_is_shared():
-    base = torch.arange(24.0)
-    part, made = to_host(base[:8])
-    assert made
-    assert not any(to_host(view)[1] for view in (base[:8], base[2:6], base[:8:3]))
-    assert all(to_host(view)[1] for view in (base[4:9], base[:8].view(torch.int32)))
-    base.add_(1)
-    assert to_host(base[2:6])[1]
-    before = len(live_host_copies())
-    del part
-    assert len(live_host_copies()) == before - 1
-
-
 @pytest.mark.parametrize(
     ("function", "floor", "message"),
     [
@@ -104,25 +90,6 @@ def test_on_a_gpu_copies_are_pinned_and_back_before_they_are_used():
         assert all(copy.tensor.is_pinned() for copy in live_host_copies())
     assert r.bytes_on_host == 6 * x.nbytes and r.bytes_released == 0  # tanh keeps its own results
     y.sum().backward()
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_accumulation_with_autocast_is_the_whole_batchs_gradient():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).cuda()
-    x, labels = torch.randn(32, 64, device="cuda"), torch.randint(10, (32,), device="cuda")
-
-    def summed(x, labels):
-        return nn.functional.cross_entropy(model(x), labels, reduction="sum"), labels.numel()
-
-    parts = [(x[:5], labels[:5]), (x[5:], labels[5:])]
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        nn.functional.cross_entropy(model(x), labels).backward()
-    whole = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    pytorch.accumulate_gradients(summed, parts, model.parameters(), autocast=torch.bfloat16)
-    for parameter, expected in zip(model.parameters(), whole, strict=True):
-        assert (parameter.grad - expected).norm() < 2e-2 * expected.norm()
 
 
 def test_overlapping_arguments_that_the_block_writes_on_are_refused():

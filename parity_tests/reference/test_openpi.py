@@ -73,24 +73,11 @@ def test_disabling_does_not_disable(caplog):
     model = decoder()
     with caplog.at_level(logging.INFO):
         outer = openpi(model, disable=True)
-        result = run(outer, model.layers)
-    assert result[1] == [2] * LAYERS  # the layers are still checkpointed, the outer model is not
+        assert run(outer, model.layers)[1] == [2] * LAYERS  # the layers are still checkpointed, the outer model is not
     assert outer.transformer.expert.gradient_checkpointing and not outer.gradient_checkpointing_enabled
-    assert [record.message for record in caplog.records] == [
-        "Enabled gradient checkpointing for PI0Pytorch model",
-        "Disabled gradient checkpointing for PI0Pytorch model",
-        "Forcing gradient checkpointing to be enabled for Gemma expert model",
-        "Gemma expert model gradient checkpointing: True",
-        "Model training mode: True",
-        "Gemma expert model has gradient_checkpointing attr: True",
-        "Gemma expert model gradient_checkpointing value: True",
-    ]
-    # In the original, checkpoints run even if they were never enabled. With the correct switch off, none runs.
+    assert "Forcing gradient checkpointing to be enabled for Gemma expert model" in caplog.messages
+    # In the original, checkpoints run even if they were never enabled.
     assert run(openpi(model, enable=False), model.layers)[1] == [2] * LAYERS
-    torch_ref.gradient_checkpointing_enable(model)
-    assert run(model, model.layers)[1] == [2] * LAYERS
-    torch_ref.gradient_checkpointing_disable(model)
-    assert run(model, model.layers)[1] == [1] * LAYERS
 
 
 def test_the_training_script_goes_on_without():

@@ -122,9 +122,7 @@ def asks_for_a_value() -> torch_ref.TrainingStep:
 
 
 REFUSED = {
-    "model of the TrainingStep has tensors that existed before": lambda: torch_ref.TrainingStep(
-        LINEAR, LINEAR, (torch.ones(2),)
-    ),
+    "model of the TrainingStep has tensors that existed": lambda: torch_ref.TrainingStep(LINEAR, LINEAR, (torch.ones(2),)),
     "batch of the TrainingStep has tensors.*into build": lambda: torch_ref.TrainingStep(nn.Linear(2, 1), LINEAR, (X,)),
     "build returned a Linear, expected a TrainingStep": lambda: LINEAR,
     r"value of a fake tensor.*remove `.item\(\)`": asks_for_a_value,

@@ -16,29 +16,15 @@ from torch.nn.modules import module as torch_module
 import torch_ref
 from examples import pytorch
 from parity_tests.reference.blocks import all_equal, gradients
+from parity_tests.test_selective import TABLE
 from torch_ref import selective_checkpoint
 from torch_ref.host import live_host_copies
 from torch_ref.selective import run_under
 
-B, T, D, H = 2, 8, 16, 4
-# One array of the layer's width, in elements; the scores are B·H·T·T.
-S, SCORES = B * T * D, B * H * T * T
-
-# Each policy's kept elements on the device and on the host, and the number of recomputed products of six.
-POLICIES = {
-    "full": (0, 0, 6),
-    "offload_inputs": (0, S, 6),
-    "dots": (10 * S + SCORES, 0, 0),
-    "dots_with_no_batch_dims": (9 * S, 0, 2),
-    "offload_dot_with_no_batch_dims": (0, 9 * S, 2),
-    "save: *self_attn*:dot_general*": (5 * S + SCORES, 0, 2),
-    "offload: *ffn*:dot_general*; save: @dots": (5 * S + SCORES, 5 * S, 0),
-    "offload: @inputs; save: @dots_with_no_batch_dims": (9 * S, S, 2),
-    "offload: @dots, @inputs": (0, 11 * S + SCORES, 0),
-    "recompute: *self_attn*; save: @dots": (5 * S, 0, 4),
-    "save: @primitive:dot_general": (10 * S + SCORES, 0, 0),
-    "save: self_attn:dot_general#0, ffn/2:dot_general#0": (4 * S, 0, 4),
-}
+B, T, D, H = 2, 16, 16, 4
+# One array of the layer's width, in elements. The scores are H·T / D of them, as many as in the other test's table.
+S = B * T * D
+SCORES = S * H * T // D
 
 
 def layer(**options: Any) -> tuple[pytorch.DecoderLayer, torch.Tensor]:
@@ -51,20 +37,19 @@ def names(block: Callable[..., Any], *args: Any, policy: str = "save: *", path: 
     return [candidate.name for candidate in seen.candidates]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", TABLE)
 def test_what_is_kept_and_what_runs_again_in_closed_form_and_gradients_are_those_of_a_plain_call(policy):
     block, x = layer(dropout=0.4)
     plain = gradients(block, block, x, seed=3)
     assert all_equal(gradients(functools.partial(selective_checkpoint, block, policy), block, x, seed=3), plain)
     block, x = layer()
-    device, host, again = POLICIES[policy]
+    device, host, again = TABLE[policy]
     saved = torch_ref.saved_for_backward(lambda x: selective_checkpoint(block, policy, x=x), x)
-    inputs = 0 if "@inputs" in policy or policy == "offload_inputs" else S
-    assert (saved.device_bytes, saved.host_bytes, saved.input_bytes) == (device * 8, host * 8, inputs * 8)
+    assert (saved.device_bytes + saved.input_bytes, saved.host_bytes) == (device * S * 8, host * S * 8)
     with torch_ref.count_matmuls() as count, torch_ref.receipt() as r:
         selective_checkpoint(block, policy, x=x).sum().backward()
     assert count.total == 18 + again
-    assert (r.bytes_offered, r.bytes_on_host, r.bytes_brought_back) == (host * 8,) * 3
+    assert (r.bytes_offered, r.bytes_on_host, r.bytes_brought_back) == (host * S * 8,) * 3
 
 
 def test_names_are_paths_and_primitives_and_count_from_zero():
@@ -206,7 +191,7 @@ def test_on_a_gpu_gradients_agree_and_the_device_gives_back_what_is_moved():
     """On a GPU autograd recomputes on its own thread; the copies are pinned and run beside the computation."""
     block, x = layer(dropout=0.4)
     block, x = block.cuda(), x.detach().cuda().requires_grad_()
-    for policy in [*POLICIES, "everything", "offload: *"]:
+    for policy in [*TABLE, "everything", "offload: *"]:
         expected = gradients(block, block, x, seed=3)
         with torch_ref.receipt() as r:
             grads = gradients(functools.partial(selective_checkpoint, block, policy), block, x, seed=3)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from parity_tests.third_party import checks, of_diffusers, of_transformers
+from parity_tests.third_party import checks
 from parity_tests.third_party import ports as p
 from parity_tests.third_party.ports import Case, Port
 from remat_jax.parity import float64_error, judge
 from remat_jax.report.tables import render, table
 
-PORTS = {**of_transformers.PORTS, **of_diffusers.PORTS}
 LAYERS = 6
 
 
@@ -39,7 +38,7 @@ def bytes_kept(name: str, port: Port) -> list[list[object]]:
 
 def main(names: list[str]) -> None:
     """Print both tables for the named ports, by default for all."""
-    chosen = {name: PORTS[name] for name in names or PORTS}
+    chosen = {name: checks.PORTS[name] for name in names or checks.PORTS}
     columns = ["port", "outputs", "gradients", "after AdamW", "float32 ratio", "bfloat16 ratio"]
     print(render(table("against transformers and diffusers", columns, [agreement(*each) for each in chosen.items()])))
     columns = ["port", "mode", "PyTorch", "JAX, unrolled", "JAX, scanned"]

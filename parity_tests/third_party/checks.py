@@ -14,12 +14,11 @@ import torch
 import remat_jax as rj
 import torch_ref
 from parity_tests import support as s
+from parity_tests.third_party import of_diffusers, of_transformers
 from parity_tests.third_party import ports as p
-from parity_tests.third_party.ports import Case, Port, Result
+from parity_tests.third_party.ports import Case, Port
 from remat_jax import porting
 from remat_jax.memory.residuals import kept_residuals
-from remat_jax.parity import float64_error, judge
-from remat_jax.parity.memory import kept_alone
 from remat_jax.parity.torch_side import imports_frozen
 from remat_jax.porting.links import fit
 
@@ -37,23 +36,8 @@ CASES = [
 
 def step_differs(port: Port, case: Case) -> list[str]:
     """One training step against plain PyTorch: outputs, the gradient of every parameter, the parameters after AdamW."""
-    if case.form == "torch":
-        return differences(port, p.torch_step(port, case.mode, case.dtype), case.dtype)
-    return differences(port, p.jax_step(port, case), case.dtype)
-
-
-def differences(port: Port, result: Result, dtype: str) -> list[str]:
-    """Float64 by the largest error per tensor, other dtypes by the parity rule with PyTorch's own error as the measure."""
-    exact, plain = p.torch_step(port, "off", "float64"), p.torch_step(port, "off", dtype)
-    wrong = []
-    for group, reference, candidate, yardstick in zip(Result._fields, exact, result, plain, strict=True):
-        if dtype == "float64":
-            error, where = float64_error(reference, candidate)
-            wrong += [f"{group}: {where} is {error:.1e} off"] if not error <= s.LIMIT else []
-        else:
-            failed = [row for row in judge(reference, candidate, yardstick, dtype) if not row.passed]
-            wrong += [f"{group}: {row.name} {row.problem or f'has {row.ratio:.1f} times the error'}" for row in failed]
-    return wrong
+    result = p.torch_step(port, case.mode, case.dtype) if case.form == "torch" else p.jax_step(port, case)
+    return s.differences(p.torch_step(port, "off", "float64"), result, p.torch_step(port, "off", case.dtype), case.dtype)
 
 
 def round_trip_differs(port: Port) -> list[str]:
@@ -140,7 +124,6 @@ def layers_keep_differently(port: Port, few: int = 1, many: int = 2) -> list[str
     """In both frameworks one more layer keeps only its input: on the device under a checkpoint, on the host under an offload.
 
     Around the layers the frameworks keep different arrays (PyTorch's fused layer norm its input, JAX an intermediate array).
-    The arrays that only one framework keeps are the same for any number of layers; without them both keep the same bytes.
     Of an array that layers share, JAX puts one copy per layer on the host, unless the layers are scanned.
     """
     wrong = []
@@ -148,7 +131,6 @@ def layers_keep_differently(port: Port, few: int = 1, many: int = 2) -> list[str
     for mode, layers in itertools.product(("checkpoint", "offload"), (few, many)):
         arrays_kept(port, "torch", mode, layers)
     for mode, jax_form in (("checkpoint", "unrolled"), ("offload", "scan")):
-        wrong += [f"{mode}: {text}" for text in _unexplained(port, jax_form, mode, few, many)]
         grown = {form: _growth(port, form, mode, few, many) for form in ("torch", jax_form)}
         stream = p.torch_step(port, "off", "float64").outputs  # (B, T, …) of the first output
         tokens = port.carried or int(np.prod(next(iter(stream.values())).shape[:2]))
@@ -158,34 +140,12 @@ def layers_keep_differently(port: Port, few: int = 1, many: int = 2) -> list[str
     return wrong
 
 
-def _unexplained(port: Port, form: str, mode: str, few: int, many: int) -> list[str]:
-    """The difference that the arrays kept by one framework alone do not explain."""
-    alone, wrong = {}, []
-    for layers in (few, many):
-        theirs, ours = (arrays_kept(port, side, mode, layers) for side in ("torch", form))
-        residuals = alone[layers] = kept_alone(mode, theirs, ours)
-        for place in ("device", "host"):
-            rest = [
-                getattr(side, f"{place}_bytes")
-                - sum(residual.bytes for residual in residuals if (residual.framework, residual.place) == (name, place))
-                for name, side in (("PyTorch", theirs), ("JAX", ours))
-            ]
-            wrong += [f"{layers} layers, {place}: {rest[0]} bytes in PyTorch, {rest[1]} in JAX"] if rest[0] != rest[1] else []
-        # An input besides the stream, such as a mask or an angle, is shared by the layers.
-        inside = [
-            residual.name
-            for residual in residuals
-            if residual.framework == "JAX" and "layers" in residual.name and ":input#" not in residual.name
-        ]
-        wrong += [f"{name} is in a layer" for name in inside]
-    return wrong + [f"only with some number of layers: {residual}" for residual in {*alone[few]} ^ {*alone[many]}]
-
-
 def _growth(port: Port, form: str, mode: str, few: int, many: int) -> Kept:
     less, more = kept(port, form, mode, few), kept(port, form, mode, many)
     return Kept(more.device - less.device, more.host - less.host)
 
 
+PORTS = {**of_transformers.PORTS, **of_diffusers.PORTS}
 CHECKS = {
     **{str(case): functools.partial(step_differs, case=case) for case in CASES},
     "weights come back bit equal": round_trip_differs,

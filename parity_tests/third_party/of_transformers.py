@@ -77,23 +77,6 @@ def rope(config: Any) -> dict[str, Any]:
     return {"rope_parameters": settings}
 
 
-def gpt2_original(config: gpt2.GPT2Config) -> transformers.GPT2LMHeadModel:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=config.vocab_size,
-            n_embd=config.hidden_size,
-            n_layer=config.num_layers,
-            n_head=config.num_heads,
-            n_positions=config.max_len,
-            layer_norm_epsilon=config.layer_norm_eps,
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-            **dict.fromkeys(("bos_token_id", "eos_token_id")),
-            use_cache=False,
-            attn_implementation="eager",
-        )
-    )
-
-
 def of_text(config: Any, names: tuple[str, ...], more: dict[str, np.ndarray], **fields: Any) -> Port:
     """The port of a model of text, which takes tokens, a mask, and the arrays in `more`."""
     tokens, labels = text(config.vocab_size)
@@ -107,6 +90,9 @@ def far_positions(step: int) -> dict[str, np.ndarray]:
     return {"position_ids": np.broadcast_to(np.arange(LENGTH) * step, (BATCH, LENGTH)).copy()}
 
 
+# The epsilon of norms has another name in GPT-2.
+GPT2_FIXED = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) | {"use_cache": False}
+GPT2_FIXED |= {"layer_norm_epsilon": gpt2.GPT2Config().layer_norm_eps, "bos_token_id": None, "eos_token_id": None}
 LLAMA: dict[str, Any] = {"make_flax": llama.Llama, "block": llama.LlamaBlock, "rules": llama_rules}
 SMALL_LLAMA = llama.LlamaConfig()
 RANDOM = np.random.default_rng(0)
@@ -139,7 +125,7 @@ PORTS = {
         gpt2.GPT2Config(),
         ("logits",),
         far_positions(2),
-        make_torch=gpt2_original,
+        make_torch=original("GPT2", "LMHeadModel", **GPT2_FIXED),
         make_flax=gpt2.GPT2,
         torch_block=GPT2Block,
         block=gpt2.GPT2Block,

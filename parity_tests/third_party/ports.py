@@ -18,6 +18,7 @@ import torch
 import remat_jax as rj
 import torch_ref
 from parity_tests import support as s
+from parity_tests.small_pairs import gradients_of
 from remat_jax import porting
 from remat_jax.parity import keep_float64
 
@@ -166,7 +167,7 @@ def torch_step(port: Port, mode: str, dtype: str) -> Result:
         # Parameters that the loss does not reach, such as the text stream after Qwen-Image's last attention, have no gradient
         # in PyTorch, and AdamW leaves them alone; in JAX they have zeros, and decay. Here both have zeros.
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    gradients = numpy({name: parameter.grad for name, parameter in model.named_parameters()})
+    gradients = gradients_of(model)
     torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, **ADAMW).step()
     return Result(numpy(outputs), gradients, numpy(model.state_dict()))
 
@@ -221,15 +222,15 @@ def loss_of(port: Port, model: nn.Module) -> Callable[..., tuple[jax.Array, dict
     return loss
 
 
-def jax_step(port: Port, case: Case, model: nn.Module | None = None, given: Any = None) -> Result:
-    """The port's step, or that of another model, or with other variables."""
+def jax_step(port: Port, case: Case) -> Result:
+    """The port's step."""
     scan = case.form == "scan"
-    loss = loss_of(port, model or port.make_flax(port.config, scan=scan))
+    loss = loss_of(port, port.make_flax(port.config, scan=scan))
     if case.mode != "off":
         loss = rj.checkpoint_blocks(loss, {port.block: POLICIES[case.mode]})
 
     with jax.enable_x64(case.dtype == "float64"):
-        given = variables(port, scan, case.dtype) if given is None else given
+        given = variables(port, scan, case.dtype)
         gradients, outputs = s.run(jax.grad(loss, has_aux=True), given, *batch(port, case.dtype))
         after = s.on_one_vector(s.first_step(OPTAX_ADAMW), gradients, given)
         rules = port.rules(port.config, scan)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import softmax
 from torch.utils.checkpoint import checkpoint
 
 from parity_tests.third_party import ports as p
@@ -49,20 +50,16 @@ def test_without_it_llama_is_a_float32_model() -> None:
 def test_every_way_to_ask_for_less_gives_float64(dtype: torch.dtype) -> None:
     x, like = torch.full((2,), 1 / 3, dtype=torch.float64), torch.zeros((), dtype=dtype)
     with keep_float64():
-        made = [
-            *(
-                x.to(dtype),
-                x.to("cpu", dtype),
-                x.to(dtype=dtype),
-                x.to(like),
-                x.to(tensor=like),
-                x.type(dtype),
-                x.type_as(like),
-            ),
-            *(x.float(), x.half(), x.bfloat16(), x.sum(dtype=dtype) / 2),
-            torch.nn.functional.softmax(x, 0, dtype=dtype) * 2 / 3,
-            *(torch.full((2,), 1 / 3, dtype=dtype), torch.tensor([1 / 3], dtype=dtype), torch.tensor(1) / 3),
+        made = [x.to(dtype), x.to("cpu", dtype), x.to(dtype=dtype), x.to(like), x.to(tensor=like), x.type(dtype)]
+        made += [
+            x.type_as(like),
+            x.float(),
+            x.half(),
+            x.bfloat16(),
+            x.sum(dtype=dtype) / 2,
+            softmax(x, 0, dtype=dtype) * 2 / 3,
         ]
+        made += [torch.full((2,), 1 / 3, dtype=dtype), torch.tensor([1 / 3], dtype=dtype), torch.tensor(1) / 3]
     for each in made:
         assert each.dtype == torch.float64
         assert torch.equal(each, torch.full_like(each, 1 / 3))

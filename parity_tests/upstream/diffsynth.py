@@ -17,6 +17,7 @@ from examples.models import qwen_image, wan
 from examples.models.diffusion import pack
 from examples.models.rules import qwen_image as qwen_image_rules
 from examples.models.rules import wan as wan_rules
+from parity_tests.small_pairs import gradients_of
 from parity_tests.upstream import checkouts
 from parity_tests.upstream.comparing import MODES, Pair, Step
 from remat_jax.parity import keep_float64
@@ -163,11 +164,7 @@ def torch_step(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> S
     model.train()
     output = forward()
     output.square().mean().backward()
-    gradients = {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for name, parameter in model.named_parameters()
-    }
-    return Step(output.detach().numpy(), {name: gradient.numpy() for name, gradient in gradients.items()})
+    return Step(output.detach().numpy(), gradients_of(model))
 
 
 def randomised(model: torch.nn.Module) -> torch.nn.Module:

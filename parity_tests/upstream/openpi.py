@@ -29,6 +29,7 @@ from examples.models import pi0
 from examples.models.pi0_config import Observation, Pi0Config
 from examples.models.rules import pi0 as pi0_rules
 from examples.models.siglip import SiglipBlock
+from parity_tests.small_pairs import gradients_of
 from parity_tests.upstream import checkouts
 from parity_tests.upstream.comparing import MODES, Pair, Step
 from parity_tests.upstream.diffsynth import randomised, spread
@@ -138,13 +139,7 @@ def jax_pair(adaptive: bool) -> Pair:
     }
     nnx.replace_by_pure_dict(state, unflatten_dict(tensors, sep="/"))
     observation, actions = jax.tree.map(jnp.asarray, inputs())
-    given = importlib.import_module("openpi.models.model").Observation(
-        images={name: observation.images[:, index] for index, name in enumerate(CAMERAS)},
-        image_masks={name: observation.image_mask[:, index] for index, name in enumerate(CAMERAS)},
-        state=observation.state,
-        tokenized_prompt=observation.prompt,
-        tokenized_prompt_mask=observation.prompt_mask,
-    )
+    given = as_openpi(importlib.import_module("openpi.models.model").Observation, observation)
     key = jax.random.key(2)
     # Drawn as in `compute_loss`.
     noise = np.asarray(jax.random.normal(jax.random.split(key, 3)[1], actions.shape))
@@ -186,30 +181,31 @@ def torch_pair(adaptive: bool) -> Pair:
                 model.gradient_checkpointing_enable()
             output = model(_given(observation, kind), *(torch.tensor(x).to(kind) for x in (actions, noise, time)))
             output.mean().backward()
-        gradients = {
-            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for name, parameter in model.named_parameters()
-            if "lm_head" not in name  # computes nothing
-        }
-        return Step(output.detach().numpy(), {name: gradient.numpy() for name, gradient in gradients.items()})
+        # The head computes nothing.
+        gradients = {name: gradient for name, gradient in gradients_of(model).items() if "lm_head" not in name}
+        return Step(output.detach().numpy(), gradients)
 
     switch = {"modes": ("off", "checkpoint"), "dtypes": ("float64", "float32")}
     return _pair("PyTorch", adaptive, "openpi_pytorch", noise, time, lambda x: x, original=original, tensors=tensors, **switch)
 
 
-def _given(observation: Observation, dtype: torch.dtype) -> SimpleNamespace:
-    """An observation as OpenPI's PyTorch model takes it."""
-    images = torch.tensor(observation.images).permute(0, 1, 4, 2, 3).to(dtype)
-    masks = torch.tensor(observation.image_mask)
-    return SimpleNamespace(
-        images={name: images[:, index] for index, name in enumerate(CAMERAS)},
-        image_masks={name: masks[:, index] for index, name in enumerate(CAMERAS)},
-        state=torch.tensor(observation.state).to(dtype),
-        tokenized_prompt=torch.tensor(observation.prompt),
-        tokenized_prompt_mask=torch.tensor(observation.prompt_mask),
-        token_ar_mask=None,
-        token_loss_mask=None,
+def as_openpi(kind: Callable[..., Any], observation: Observation, **more: Any) -> Any:
+    """An observation as OpenPI's models take it."""
+    return kind(
+        images={name: observation.images[:, index] for index, name in enumerate(CAMERAS)},
+        image_masks={name: observation.image_mask[:, index] for index, name in enumerate(CAMERAS)},
+        state=observation.state,
+        tokenized_prompt=observation.prompt,
+        tokenized_prompt_mask=observation.prompt_mask,
+        **more,
     )
+
+
+def _given(observation: Observation, dtype: torch.dtype) -> SimpleNamespace:
+    """An observation for the PyTorch model: channels first."""
+    images, mask, prompt, words, state = map(torch.tensor, observation)
+    given = Observation(images.permute(0, 1, 4, 2, 3).to(dtype), mask, prompt, words, state.to(dtype))
+    return as_openpi(SimpleNamespace, given, token_ar_mask=None, token_loss_mask=None)
 
 
 def small_torch(adaptive: bool) -> torch.nn.Module:

@@ -1,4 +1,4 @@
-"""Executions as integers, equal in both frameworks.
+"""Every case of the matrix: results as those of plain PyTorch; executions as integers, equal in both frameworks.
 
 A decoder layer multiplies matrices six times: q/k/v, scores, values, output, and the two of its feed-forward network.
 Backward takes two for each, one per operand. Mode off therefore executes 6 + 12 = 18 per layer, checkpoint and offload
@@ -36,19 +36,19 @@ from parity_tests import matrix
 from parity_tests import support as s
 from remat_jax.cost.count import matmuls
 
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("case", matrix.RUN, ids=str)
+def test_outputs_gradients_and_an_adam_step_agree(case: matrix.Case) -> None:
+    assert matrix.problems(case, matrix.result(case)) == []
+
+
 SINGLE = [case for case in matrix.CASES if case.dtype == "float32"]
 
 
 @pytest.mark.parametrize("case", SINGLE, ids=str)
 def test_matmuls_block_executions_and_bytes_moved(case: matrix.Case) -> None:
     assert matrix.cost(case) == matrix.expected_cost(case)
-
-
-@pytest.mark.parametrize("mode", matrix.MODES)
-def test_stopping_early_saves_nothing_in_the_decoder_layer(mode: str) -> None:
-    case = matrix.Case("torch", "ByteDecoder", "unrolled", mode, "float32")
-    with set_checkpoint_early_stop(False):
-        assert matrix.cost(case) == matrix.expected_cost(case)
 
 
 @pytest.mark.parametrize(("framework", "mode"), [("linen", "off"), ("linen", "offload"), ("nnx", "checkpoint")])

@@ -1,7 +1,11 @@
-"""The captures in numbers: each call once, also through checkpoints and loops, and its share of the loss."""
+"""The captures in numbers: each call once, also through checkpoints and loops, and its share of the loss.
+
+Faults planted one at a time, each named with its module and its pass; and no alarm for right pairs.
+"""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import flax.linen as nn
@@ -14,8 +18,14 @@ from flax import nnx
 from torch.utils.checkpoint import checkpoint
 
 import remat_jax as rj
+from examples.models import linen, weights
+from examples.models import nnx as nnx_models
+from parity_tests import support as s
+from parity_tests.small_pairs import Flax
+from remat_jax.errors import ArgumentError
 from remat_jax.parity.capture_flax import capture_flax
 from remat_jax.parity.capture_torch import _Recorder, capture_torch
+from remat_jax.parity.localise import Divergences, first_divergences
 
 X = np.array([[0.5, -2.0, 1.0]])
 
@@ -54,22 +64,6 @@ def test_torch_calls_are_there_once_with_what_they_got_of_the_loss(way: str) -> 
     assert np.allclose(trace[""].gradients["scale"], np.sum(slope * (1 - inner**2) * X))
     assert model.scale.grad.item() == 7.0 and trace.stale == ()
     assert not model.inner._forward_hooks and not model.inner._forward_pre_hooks
-
-
-def test_a_recomputation_that_draws_other_numbers_is_told() -> None:
-    class Noisy(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * torch.rand(3)
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.noisy = Noisy()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.noisy, x, use_reentrant=False, preserve_rng_state=False, early_stop=False)
-
-    assert capture_torch(Model(), (X,)).stale == ("noisy",)
 
 
 def test_a_cotangent_is_that_of_one_call_and_not_of_all_that_reads_the_array() -> None:
@@ -157,89 +151,35 @@ def test_a_function_that_was_jitted_and_traced_before_is_seen_again() -> None:
     assert "tap" not in str(jax.make_jaxpr(jitted)(variables, x))
 
 
-class Looped(nn.Module):
-    """x times a number from a loop over x that adds the slope until the sum is 9 or more; the loop has no gradient."""
-
-    branches: bool
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        def add(module: nn.Module, carried: jax.Array) -> jax.Array:
-            slope = Slope(name="slope")
-            if not self.branches:
-                return carried + slope(carried)
-            return nn.cond(jnp.sum(carried) > 0, lambda slope, c: c + slope(c), lambda slope, c: c, slope, carried)
-
-        return x * nn.while_loop(lambda _, carried: jnp.sum(carried) < 9, add, self, jax.lax.stop_gradient(x))
+def normed(module: nn.Module, x: jax.Array) -> jax.Array:
+    """Two batch norms in a loop."""
+    norm = nn.BatchNorm(use_running_average=False, momentum=0.5, name="layers")
+    axes = {"params": 0, "batch_stats": 0}
+    scan = nn.scan(lambda norm, x: (norm(x) ** 2, None), variable_axes=axes, split_rngs={"params": True}, length=2)
+    return scan(norm, x)[0]
 
 
-@pytest.mark.parametrize("branches", [False, True])
-def test_what_runs_in_a_while_loop_or_in_a_branch_inside_is_said_to_be_hidden(branches: bool) -> None:
-    x, scale = jnp.ones((1, 3)), {"params": {"slope": {"scale": jnp.ones(())}}}
-    trace = capture_flax(
-        Looped(branches), scale, (x,), jnp.sum, call=lambda model, v, x: model.apply(jax.lax.stop_gradient(v), x)
-    )
-    assert trace.hidden == ("slope",) and [call.name for call in trace.calls] == [""]
-    carried = np.ones((1, 3))
-    while carried.sum() < 9:
-        carried = carried + np.tanh(carried)
-    assert np.allclose(trace[""].outputs[0], carried, rtol=1e-6)
-    assert trace[""].input_cotangents[0] is not None and np.allclose(trace[""].input_cotangents[0], carried, rtol=1e-6)
-
-
-class Normed(nn.Module):
-    """Two batch norms, one after the other or in a loop."""
-
-    scan: bool
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        options: dict[str, Any] = {"use_running_average": False, "momentum": 0.5}
-        if not self.scan:
-            return nn.BatchNorm(**options, name="layers_1")(nn.BatchNorm(**options, name="layers_0")(x) ** 2)
-
-        def body(norm: nn.Module, x: jax.Array) -> tuple[jax.Array, None]:
-            return norm(x) ** 2, None
-
-        axes = {"params": 0, "batch_stats": 0}
-        return nn.scan(body, variable_axes=axes, split_rngs={"params": True}, length=2)(
-            nn.BatchNorm(**options, name="layers"), x
-        )[0]
-
-
-@pytest.mark.parametrize("api", ["linen", "scan", "nnx"])
+@pytest.mark.parametrize("api", ["scan", "nnx"])
 def test_what_a_batch_norm_writes_is_seen(api: str) -> None:
     x = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
     if api == "nnx":
         norm = nnx.BatchNorm(3, momentum=0.5, rngs=nnx.Rngs(0))
         trace = capture_flax(nnx.Sequential(norm, lambda x: x**2), None, (x,), jnp.sum)
     else:
-        model = Normed(api == "scan")
-        variables = model.init(jax.random.key(0), x)
+        model = Flax(normed)
         apply = lambda model, v, x: model.apply(v, x, mutable=["batch_stats"])[0]  # noqa: E731
-        trace = capture_flax(model, variables, (x,), jnp.sum, call=apply)
+        trace = capture_flax(model, model.init(jax.random.key(0), x), (x,), jnp.sum, call=apply)
     first, *others = [call for call in trace.calls if call.state]
-    assert first.path == {"linen": "layers_0", "scan": "layers/0", "nnx": "layers/0"}[api]
+    assert first.path == "layers/0"
     assert np.allclose(first.state["mean"], x.mean(0) / 2, rtol=1e-5, atol=1e-6)
     assert np.allclose(first.state["var"], 0.5 + x.var(0) / 2, rtol=1e-5)
     for second in others:
-        assert second.path == ("layers/1" if api == "scan" else "layers_1")
         given = second.inputs[0]
-        assert np.allclose(given, first.outputs[0] ** 2, rtol=1e-6)
+        assert second.path == "layers/1" and np.allclose(given, first.outputs[0] ** 2, rtol=1e-6)
         assert np.allclose(second.state["mean"], given.mean(0) / 2, rtol=1e-5)
-    assert len(others) == (api != "nnx")
+    assert len(others) == (api == "scan")
     theirs = torch.nn.BatchNorm1d(3, momentum=0.5)
     assert np.allclose(capture_torch(theirs, (x,)).calls[0].state["running_mean"], x.mean(0) / 2, rtol=1e-5, atol=1e-6)
-
-
-def test_the_loss_is_a_call_behind_the_model() -> None:
-    ours, theirs = Model("plain"), torch.nn.Tanh()
-    x = jnp.asarray(X, jnp.float32)
-    flax = capture_flax(ours, ours.init(jax.random.key(0), x), (x,), lambda y: (y**2).sum()).loss
-    for loss in (flax, capture_torch(theirs, (X,), lambda y: (y**2).sum()).loss):
-        assert loss is not None and loss.path == "loss" and loss.outputs[0].shape == ()
-        assert np.allclose(loss.outputs[0], (loss.inputs[0] ** 2).sum(), rtol=1e-6)
-        assert loss.input_cotangents[0] is not None and np.allclose(loss.input_cotangents[0], 2 * loss.inputs[0], rtol=1e-6)
 
 
 def test_a_computed_output_is_copied_although_an_input_is_gone() -> None:
@@ -251,3 +191,103 @@ def test_a_computed_output_is_copied_although_an_input_is_gone() -> None:
         recorder._tap([x], call, "input")
         [output] = recorder._tap([2 * x], call, "output")
         assert output._base is None  # a copy, and no view
+
+
+# The first difference between two models.
+
+
+def changed(tree: Any, path: str, change: Any) -> Any:
+    """The tree with `change` applied to the item at `path`."""
+    first, _, rest = path.partition("/")
+    return {**tree, first: changed(tree[first], rest, change) if rest else change(tree[first])}
+
+
+def of_decoder(*, scan: bool = False, change: Any = None, **options: Any) -> Divergences:
+    """The divergences between the decoder of `torch_ref` and its Linen counterpart."""
+    tree = s.parameters("ByteDecoder", scan)
+    variables = {"params": change(tree) if change else tree}
+    model = linen.ByteDecoder(**s.SIZES["ByteDecoder"], scan=scan)
+    return first_divergences(s.torch_model("ByteDecoder"), model, variables, (tokens(),), **options)
+
+
+def tokens() -> np.ndarray:
+    return s.data("ByteDecoder").x.astype(np.int64)
+
+
+def shown(divergences: Divergences) -> tuple[str | None, str | None]:
+    """The named Flax modules, in the forward and in the backward pass."""
+    return divergences.forward and divergences.forward.flax_path, divergences.backward and divergences.backward.flax_path
+
+
+def test_a_right_pair_raises_no_alarm_where_errors_do_not_add_up() -> None:
+    divergences = of_decoder(scan=True, single_step=True)
+    assert divergences.none and divergences.alone == ()
+    assert {"layers/0", "layers/1", "layers/1/ffn/up"} <= {*divergences.matched.values()}
+
+
+def test_faults_of_nnx_are_named() -> None:
+    options = {**s.SIZES["ByteDecoder"], "scan": True}
+    model = nnx.eval_shape(lambda: nnx_models.ByteDecoder(**options, rngs=nnx.Rngs(0)))
+    with jax.enable_x64(True):
+        model = weights.load_nnx(model, s.parameters("ByteDecoder", True))
+    divergences = first_divergences(s.torch_model("ByteDecoder"), model, None, (tokens(),))
+    assert divergences.none and {"layers/0/ffn/up", "layers/1/norm2", "head"} <= {*divergences.matched.values()}
+    with jax.enable_x64(True):
+        bias = model.layers.norm2.bias
+        bias.set_value(bias.get_value() + np.array([[0.0], [1e-6]]))
+    divergences = first_divergences(s.torch_model("ByteDecoder"), model, None, (tokens(),))
+    assert shown(divergences) == ("layers/1/norm2", None)
+
+
+def test_each_of_two_faults_is_listed_where_errors_do_not_add_up() -> None:
+    def two(tree: Any) -> Any:
+        tree = changed(tree, "layers_0/ffn/up/bias", lambda x: x * 1.001)
+        return changed(tree, "layers_1/norm1/scale", lambda x: x + 1e-6)
+
+    divergences = of_decoder(change=two, single_step=True)
+    assert [divergence.flax_path for divergence in divergences.alone] == ["layers_0/ffn/up", "layers_1/norm1"]
+    assert shown(divergences) == ("layers_0/ffn/up", None)
+
+
+def test_a_cotangent_lost_between_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No module has a wrong derivative: the model detaches its embedding's output."""
+    right = linen.run_layers
+    monkeypatch.setattr(linen, "run_layers", lambda n, x, **kwargs: right(n, jax.lax.stop_gradient(x), **kwargs))
+    divergences = of_decoder()
+    assert shown(divergences) == (None, "") and divergences.backward is not None and "'embed'" in divergences.backward.note
+
+
+def test_a_mapping_wins(tmp_path: Any) -> None:
+    file = tmp_path / "mapping.json"
+    file.write_text(json.dumps({"decoder/layers/0/ffn/0": "layers_1/ffn/up", "head": None}))
+    divergences = of_decoder(mapping=file)
+    assert divergences.matched["decoder/layers/0/ffn/0"] == "layers_1/ffn/up"
+    assert "head" in divergences.unmatched_torch and "head" in divergences.unmatched_flax
+
+
+@pytest.mark.parametrize("fault", ["", "first", "second"])
+def test_a_torch_call_may_call_submodules_alone(fault: str) -> None:
+    layers = {"first": torch.nn.Linear(3, 4), "second": torch.nn.Linear(4, 3)}
+    model = torch.nn.ModuleDict(layers)
+    ours = Flax(lambda m, x: nn.Dense(3, name="second")(nn.Dense(4, name="first")(x)))
+    params = {
+        name: {"kernel": layer.weight.detach().numpy().T.copy(), "bias": layer.bias.detach().numpy() + (name == fault)}
+        for name, layer in layers.items()
+    }
+    through = lambda module, x: module["second"](module["first"](x))  # noqa: E731
+    divergences = first_divergences(model, ours, {"params": params}, (np.ones((2, 3)),), torch_call=through)
+    assert (divergences.forward.torch_path if divergences.forward else "") == fault and set(divergences.matched) >= set(layers)
+    with pytest.raises(ArgumentError, match=r"outputs of shapes \[\(2, 4\)\] .PyTorch. and \[\(2, 3\)\]"):
+        first_divergences(model, ours, {"params": params}, (np.ones((2, 3)),), torch_call=lambda m, x: m["first"](x))
+
+
+def test_wrong_use_is_an_error() -> None:
+    with pytest.raises(ArgumentError, match=r"'layers_9' is not a called module of the Flax model.*Did you mean 'layers_"):
+        of_decoder(mapping={"head": "layers_9"})
+    with pytest.raises(ArgumentError, match=r"mapping=3: expected a dict"):
+        of_decoder(mapping=3)
+    with pytest.raises(ArgumentError, match=r"which cannot be compared"):
+        of_decoder(torch_call=lambda module, x: module(x)[..., :5])
+    dropping = torch.nn.Sequential(torch.nn.Dropout(0.1)).train()
+    with pytest.raises(ArgumentError, match=r"is in train mode with dropout in 0: "):
+        first_divergences(dropping, nn.Sequential([]), {}, (np.ones((2, 3)),))
