@@ -125,25 +125,15 @@ def _share_mlir_contexts() -> None:
     mlir.make_ir_context = context
 
 
-LOCAL_VARIABLES = 70_000
-"""More than half a mebibyte of local variables."""
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
 
 
-def _in_large_frame() -> Callable[..., Any]:
-    """A function that calls its argument, and whose own frame is large.
-
-    Python keeps frames in chunks of 16 KiB. It maps a new chunk when a call does not fit in the last one, and unmaps it as soon
-    as that call returns. Tracing calls deeply and crosses such a border thousands of times a second. The chunk of a large frame
-    has a mebibyte, in which all further frames fit: half of the time in the kernel is saved, a tenth of the tests' time.
-    """
-    names = "=".join(f"v{number}" for number in range(LOCAL_VARIABLES))
-    defined: dict[str, Any] = {}
-    exec(f"def call(function, *arguments):\n    if 0: {names}=0\n    return function(*arguments)", defined)
-    call: Callable[..., Any] = defined["call"]
-    return call
-
-
-_call = _in_large_frame()
+# A frame of more than half a mebibyte. Python keeps frames in chunks of 16 KiB. It maps a new chunk when a call does not fit in
+# the last one, and unmaps it as soon as that call returns. Tracing calls deeply and crosses such a border thousands of times a
+# second. The chunk of a large frame has a mebibyte, in which all further frames fit: half of the time in the kernel is saved, a
+# tenth of the tests' time.
+_call.__code__ = _call.__code__.replace(co_stacksize=70_000)
 
 
 @pytest.hookimpl(tryfirst=True)
