@@ -24,8 +24,10 @@ from remat_jax import compat
 from remat_jax.errors import TargetError, UnsupportedError
 from remat_jax.hardware import google, target
 from remat_jax.hardware.rates import Rates
+from remat_jax.memory.compile import compiler
 from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.exporting import export_step
+from remat_jax.memory.compile.process import NotDoneError
 from remat_jax.memory.measure import measure_many
 from tests.small_models import Stack
 from tests.workloads import mean_square, struct
@@ -84,6 +86,27 @@ def test_a_step_that_does_not_fit_has_sizes_and_the_compilers_words() -> None:
     assert report.device_bytes > 16 * 2**30 > (target("v5e").memory_bytes or 0)
     assert report.seconds is None and report.no_time == "the step does not fit"
     assert any("because it does not fit: Ran out of memory" in warning for warning in report.warnings)
+
+
+@pytest.mark.versions
+def test_the_memory_is_known_if_the_timeout_ends_the_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA:TPU assigns the memory long before the machine code is there."""
+    workload, answers = job(rows=ROWS + 8), compiler._answers
+
+    def too_late(*call: Any) -> Any:
+        answers(*call[:4], lambda answer: None, *call[5:])
+        raise NotDoneError("the timeout was over")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(compiler, "_answers", too_late)
+        report, plan = rj.measure(workload, "full", "v5e"), rj.plan(workload, "100%", "v5e")
+        with pytest.raises(NotDoneError):
+            rj.measure(workload, "full", "cpu")
+    whole = rj.measure(workload, "full", "v5e")
+    assert (report.device_bytes, report.live) == (whole.device_bytes, whole.live)
+    assert whole.seconds and report.seconds is None and "no step time: the timeout ended" in report.warnings[-1]
+    assert plan.device_bytes == plan.tried[0][1] and plan.seconds and not plan.timed
+    assert any("time is an estimate" in note for note in plan.notes)
 
 
 def test_what_the_hardware_refuses_and_takes() -> None:

@@ -23,7 +23,7 @@ from remat_jax.memory.compile.devices import check_devices, host_shortage, measu
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, check_timeout
 from remat_jax.memory.compile.process import Children
-from remat_jax.memory.compile.sizes import Sizes
+from remat_jax.memory.compile.sizes import UNFINISHED, Sizes
 from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, kept_residuals, residuals
 from remat_jax.policy import Action, LayerPolicies, Policy, PolicyRule, as_block_policy, is_off
@@ -113,11 +113,13 @@ def measure_many(
     for policy in dict.fromkeys(checked):
         if policy not in new and on_done is not None:
             on_done(_text(policy))
+    known = dict(cached)
     if new:
         reports = _measured(workload, new, described, timeout, on_done, limit, trace_off=seek_effect and not beside)
-        cached.update(zip(((policy, settings) for policy in new), reports, strict=True))
-    without = cached.get((off, settings))
-    return [_with_effect(cached[policy, settings], None if is_off(policy) else without) for policy in checked]
+        known.update(zip(((policy, settings) for policy in new), reports, strict=True))
+        cached.update((key, report) for key, report in known.items() if report.no_time != UNFINISHED)
+    without = known.get((off, settings))
+    return [_with_effect(known[policy, settings], None if is_off(policy) else without) for policy in checked]
 
 
 def _with_effect(report: MemoryReport, without: MemoryReport | None) -> MemoryReport:

@@ -164,6 +164,11 @@ class Compiled:
         return bool(getattr(self.sizes, "refusal", ""))
 
     @property
+    def unfinished(self) -> bool:
+        """Whether the timeout ended its compilation after the memory was known (`Sizes.unfinished`)."""
+        return bool(getattr(self.sizes, "unfinished", False))
+
+    @property
     def seconds(self) -> float | None:
         """The modelled time of the compiled schedule; None if unknown."""
         return None if self.sizes is None else self.sizes.seconds

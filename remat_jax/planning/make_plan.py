@@ -318,6 +318,8 @@ class _Planner:
         if not fields["is_maximal"]:
             open_questions.append("that no further residual can be saved in a run of layers")
         self.findings += not_shown(begin, open_questions, "no compilations were left" * (ended.by == "compilations"))
+        if sizes.unfinished:
+            self.findings.append(info("cut_short", f"The plan's time is an estimate: {sizes.no_time}"))
         if candidate.cuts:
             self.findings.append(info("cut", CUT))
         if self.workload.found is not None:

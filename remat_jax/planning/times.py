@@ -27,8 +27,8 @@ class Times:
 
     @property
     def _compiled(self) -> list[Tried]:
-        """The compiled steps without those that the compiler refused, whose time is not known on any device."""
-        return [step for step in self.fit.compiled if not step.compiled.refused]
+        """The compiled steps without those that the compiler refused or did not finish: their times are known nowhere."""
+        return [step for step in self.fit.compiled if not step.compiled.refused and not step.compiled.unfinished]
 
     @property
     def pace(self) -> float:

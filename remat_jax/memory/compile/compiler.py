@@ -16,7 +16,7 @@ from remat_jax.memory.compile import cache
 from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.memory.compile.options import Kernels
-from remat_jax.memory.compile.process import Children, Question, ask, scratch
+from remat_jax.memory.compile.process import Children, NotDoneError, Question, ask, scratch
 from remat_jax.memory.compile.sizes import Sizes
 
 MOST_CHILDREN = 4
@@ -64,7 +64,8 @@ def compile_programs(
     if new:
         for key, compiled in _compiled(list(new.values()), target, timeout, options, tell, kernels, children):
             sizes[digests[key]] = replace(compiled, limit_options=limits[key])
-            cache.write(digests[key], target, sizes[digests[key]])
+            if not compiled.unfinished:
+                cache.write(digests[key], target, sizes[digests[key]])
         for key, digest in digests.items():
             if digest in new and new[digest].key != key:
                 tell(key)
@@ -99,7 +100,10 @@ def _compiled(
     kernels: Kernels | None,
     children: Children | None,
 ) -> Iterator[tuple[str, Sizes]]:
-    """Each program's key and sizes; after a failure or the timeout, those of the compiled programs, then the error."""
+    """Each program's key and sizes; after a failure or the timeout, those that are known, then the error.
+
+    There is no error if the timeout ended only compilations whose sizes are known (`Sizes.unfinished`).
+    """
     backend = backend_of(target)
     with scratch() as folder:
         folders = {program.key: folder / str(index) for index, program in enumerate(programs)}
@@ -112,6 +116,12 @@ def _compiled(
 
         try:
             answers = _answers(entries, target, timeout, folder, arrived, kernels or Kernels(folder), children)
+        except NotDoneError:
+            late = [program for program in programs if program.key not in answers]
+            unfinished = {program.key: backend.read_unfinished(folders[program.key], program, target) for program in late}
+            yield from ((key, sizes) for key, sizes in unfinished.items() if sizes is not None)
+            if None in unfinished.values():
+                raise
         finally:
             for program in programs:
                 if program.key in answers:

@@ -13,6 +13,8 @@ from remat_jax.memory.step_time.schedule import StepTime
 
 REFUSED = "the step does not fit"
 """`Sizes.no_time` of a step that the compiler refuses because it does not fit the device."""
+UNFINISHED = "the timeout ended the compilation after it had assigned the memory, before all machine code was there"
+"""`Sizes.no_time` of a step whose memory is known although its compilation did not end in time."""
 
 _UNTILED = (
     "a matmul fits none of the Triton tiles that XLA assumes without a GPU, so the step was compiled without Triton matmuls "
@@ -59,6 +61,11 @@ class Sizes:
     timeline: Timeline | None = None
     no_time: str = ""
     refusal: str = ""
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the timeout ended the compilation, so that no time is known."""
+        return self.no_time == UNFINISHED
 
     @property
     def seconds(self) -> float | None:

@@ -80,6 +80,10 @@ class Backend(abc.ABC):
     def read(self, answer: Mapping[str, Any], folder: Path, program: ExportedProgram, target: Target) -> Sizes:
         """The sizes of one program, from the compile process's answer and from the files in `folder` (`entry`)."""
 
+    def read_unfinished(self, folder: Path, program: ExportedProgram, target: Target) -> Sizes | None:
+        """The sizes of a program whose compilation the timeout ended, without its time; None if they are not known yet."""
+        return None
+
     def cores(self, target: Target) -> int | None:
         """JAX's number of cores in a device, which Pallas kernels may read; None where JAX has no such number."""
         return None

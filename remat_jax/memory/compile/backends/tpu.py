@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from remat_jax.hardware.slices import CHIPS_PER_HOST, wraps
 from remat_jax.memory.compile.backends.backend import NESTED_OFFLOAD, Backend, LimitOption, RefusedOffload, without_accelerator
 from remat_jax.memory.compile.backends.xla_files import XlaFiles, modelled_time
 from remat_jax.memory.compile.exported import ExportedProgram
-from remat_jax.memory.compile.sizes import REFUSED, Sizes
+from remat_jax.memory.compile.sizes import REFUSED, UNFINISHED, Sizes
 from remat_jax.memory.hlo.text import HOST_SPACE
 from remat_jax.memory.step_time.collectives import read_collectives
 
@@ -98,6 +99,12 @@ class TpuBackend(Backend):
         if limit is None or target.memory_bytes is None or limit >= target.memory_bytes:
             return {}
         return {self.limit_option.name: max(1, limit // _MIB)}
+
+    def read_unfinished(self, folder: Path, program: ExportedProgram, target: Target) -> Sizes | None:
+        """XLA:TPU assigns the memory in seconds, and generates machine code for minutes; only the latter gives the cycles."""
+        if XlaFiles(folder).dumped("after_buffer_assignment.txt") is None:  # written after the files that are read
+            return None
+        return replace(self.read({}, folder, program, target), time=None, no_time=UNFINISHED)
 
     def read(self, answer: Mapping[str, Any], folder: Path, program: ExportedProgram, target: Target) -> Sizes:
         """Sizes and buffers from XLA's dump, the time from the final text; a refused step has no final text."""
