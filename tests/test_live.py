@@ -10,7 +10,7 @@ import pytest
 
 import remat_jax as rj
 from remat_jax.errors import UnsupportedError
-from remat_jax.memory.hlo.live import LiveBuffer, Schedule, module_path, named_arguments
+from remat_jax.memory.hlo.live import Schedule, module_path, named_arguments
 from remat_jax.report.tables import render
 from tests.small_models import Stack
 from tests.workloads import mean_square, perceptrons, struct
@@ -107,11 +107,6 @@ def test_a_stack_that_a_loop_writes_under_another_shape_is_named_by_what_the_loo
     assert "tuple(%k, %y, %shaped)" in shaped
     largest = Schedule(shaped, ASSIGNMENT, RANGES).at_peak()[0]
     assert (largest.name, largest.phase, largest.nbytes) == ("M/layer:tanh", "forward", 384)
-
-
-def test_what_the_program_does_not_name_keeps_its_bytes() -> None:
-    live = Schedule("", ASSIGNMENT, "  BufferLiveRange:\n    late{}:7-9\n").at_peak()
-    assert live == [LiveBuffer("late", "", "other", 100, "")]
 
 
 EXCHANGING = """\

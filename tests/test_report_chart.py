@@ -68,11 +68,6 @@ def test_values_are_where_the_ticks_say():
     assert share == pytest.approx(0.25, abs=1e-3) and float(first.get("cx")) == pytest.approx(at["4"][0], abs=0.02)
 
 
-def test_ticks_are_written_plainly():
-    labels = texts(drawn(Panel("t", "x", "y", [Series("a", INK, [(4, 1), (256, 128)])], True, True)))
-    assert {"4", "64", "256", "2", "128"} <= set(labels) and not any("." in text for text in labels)
-
-
 def test_names_cover_neither_names_nor_points_nor_lines():
     points = [(1.0, 122.0), (1.29, 14.0), (1.31, 14.0), (1.33, 14.0), (1.0, 122.5), (1.41, 0.0)]
     names = ["off", "checkpoint", "the same", "again", "off", "a name that is long"]

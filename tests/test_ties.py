@@ -110,6 +110,38 @@ def test_a_gradient_beside_a_value_that_is_differentiated_again(x64: None) -> No
     assert_same(values_only(rj.checkpoint_blocks(loss, {Mlp: OFFLOADS[1]})), values_only(loss))
 
 
+@jax.custom_vjp
+def scaled(p: Any, y: Any) -> Any:
+    return p * y, y
+
+
+scaled.defvjp(lambda p, y: (scaled(p, y), (p, y)), lambda kept, g: (g[0] * kept[1], g[0] * kept[0] + g[1]))
+
+
+@pytest.mark.parametrize(("policy", "times_called"), [("full", 1), ("offload: *", 2), ("offload_inputs", 1)])
+def test_a_custom_vjp_that_gives_one_result_to_a_whole_batch(policy: str, times_called: int, x64: None) -> None:
+    """The gradient of JAX 0.10 itself is wrong here: it counts the shared result for each row; JAX 0.12 raises an error."""
+
+    def gradient(rule: Any, policy: str) -> Any:
+        block = rj.remat(lambda w, p, c: rule(jnp.sin(p), jnp.tanh(w @ c)), policy)
+
+        def row(w: Any, p: Any, c: Any) -> Any:
+            for _ in range(times_called):
+                p, y = block(w, p, c)
+            return p.sum() + y.sum()
+
+        return jax.jit(jax.grad(lambda w, p, c: jax.vmap(row, (None, 0, None))(w, p, c).sum(), (0, 1, 2)))
+
+    w, p, c = jnp.full((4, 4), 0.1), jnp.linspace(0.1, 1, 48).reshape(3, 4, 4), jnp.full((4, 4), 0.3)
+    expected = gradient(lambda p, y: (p * y, y), "off")(w, p, c)
+    try:
+        grads = gradient(scaled, policy)(w, p, c)
+    except ValueError as error:
+        assert "primal output that is shared across" in str(error)
+    else:
+        assert_same(grads, expected)
+
+
 @pytest.mark.parametrize("policy", ["full", "offload: *tanh*"])
 def test_what_does_not_read_the_batch_comes_out_once(policy: str, x64: None) -> None:
     """The `out_axes` of a `vmap` may require that."""

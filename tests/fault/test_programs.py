@@ -56,13 +56,6 @@ def test_what_is_in_low_precision_and_has_integers_and_old_keys_is_right(run: st
     assert tally.checked == 1
 
 
-def test_a_rule_may_give_one_result_to_a_whole_batch() -> None:
-    inside, tally = Program((Step("tanh", (0,), 0),)), Tally.empty()
-    stack = Stack(Program((Step("half_mapped", (0, 1), 1, (inside,)),)), 2, "remat", "vmap")
-    Case(stack, ("offload: *",), "grad", "traced", 0).check(tally)
-    assert tally.checked == 1, tally
-
-
 def with_gradient_times(factor: float) -> Any:
     """Changes a loss: the same value, and the gradient with respect to parameters and input times the factor."""
     still = jax.lax.stop_gradient
