@@ -87,9 +87,8 @@ def test_what_was_compiled_before_the_timeout_is_kept(folder: pathlib.Path, monk
         raise NotDoneError("timeout")
 
     monkeypatch.setattr(compiler, "_answers", late)
-    backend = types.SimpleNamespace(
-        require=lambda _: None, limit_options=lambda *_: {}, entry=lambda _: {"compiler_options": {}}, read=lambda *_: SIZES
-    )
+    methods = {"require": None, "limit_options": {}, "entry": {"compiler_options": {}}, "read": SIZES, "read_unfinished": None}
+    backend = types.SimpleNamespace(**{name: lambda *_, answer=answer: answer for name, answer in methods.items()})
     monkeypatch.setattr(compiler, "backend_of", lambda _: backend)
     messages: list[str] = []
     with pytest.raises(NotDoneError):
