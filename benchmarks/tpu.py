@@ -98,6 +98,7 @@ def planned(
             continue
         workload = workloads[model]
         reports = measure_many(workload, [LEAST, MOST], chip)
+        assert all(report.seconds for report in reports), f"{chip}, {model}: not compiled in time"
         steps = [{"bytes": report.device_bytes, "seconds": report.seconds} for report in reports]
         policies = dict(zip((LEAST, MOST), steps, strict=True))
         low, high = sorted(report.device_bytes for report in reports)

@@ -278,7 +278,7 @@ def test_another_flag_is_another_call() -> None:
 
 @pytest.mark.parametrize("name", ["clone", "function", "groups", "inner", "module", "parameters", "rngs", "variables"])
 def test_an_argument_of_a_block_may_have_any_name(name: str) -> None:
-    """These are names of remat_jax's own parameters."""
+    """These are names of remat_jax's own parameters. Flax itself refuses some names for Linen blocks, such as `transform`."""
     scaled = rj.block(lambda params, x, **scales: layer(params, x) * scales[name])
 
     class OfNNX(nnx.Module):

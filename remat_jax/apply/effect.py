@@ -56,7 +56,7 @@ def under_policies(fn: Callable[P, R], policies: BlockPolicies, tell: Callable[[
 
 
 def checked_function(fn: Callable[P, R]) -> Callable[P, R]:
-    """`fn`, if it is a function."""
+    """`fn`; raises `ArgumentError` if it is not callable."""
     if not callable(fn):
         raise ArgumentError(f"fn={fn!r}: expected a function that runs the model")
     return fn

@@ -106,9 +106,10 @@ def in_place(
     audit: Audit,
     has_parameters: bool = True,
 ) -> list[Any]:
-    """`run_jaxpr`; if the whole block is one checkpoint region of the model, the policy takes the region's place.
+    """Evaluate a block as `run_jaxpr` does.
 
-    A `jit` or a scan may be around the region: the methods of NNX and Equinox modules may have several decorators.
+    If the whole block is one checkpoint region of the model, the policy takes the region's place. A `jit` or a scan may be
+    around the region: the methods of NNX and Equinox modules may have several decorators.
     """
     run = functools.partial(run_jaxpr, path=path, policy=policy, audit=audit, has_parameters=has_parameters)
     if _has_effect(policy) and _is_region(jaxpr):

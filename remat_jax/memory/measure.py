@@ -23,7 +23,7 @@ from remat_jax.memory.compile.devices import check_devices, host_shortage, measu
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, check_timeout
 from remat_jax.memory.compile.process import Children
-from remat_jax.memory.compile.sizes import UNFINISHED, Sizes
+from remat_jax.memory.compile.sizes import Sizes
 from remat_jax.memory.report import MemoryReport, Receipt
 from remat_jax.memory.residuals import ResidualTable, kept_residuals, residuals
 from remat_jax.policy import Action, LayerPolicies, Policy, PolicyRule, as_block_policy, is_off
@@ -69,7 +69,7 @@ def measure(
         target's memory, or is given for a CPU; or `timeout` is not a positive number.
       UnsupportedError: the target has several devices, but the workload has no mesh; the workload has a mesh, but the target is
         `"attached"`; or the target's compiler is not installed.
-      CompileError: the compiler failed, aborted, hung or ran out of memory.
+      CompileError: the compiler failed, aborted or ran out of memory, or the timeout was over before the memory was known.
       PolicyError, BlockError, NoEffectError: the policy is invalid, or has no effect on this workload.
 
     >>> import jax, jax.numpy as jnp, flax.linen as nn
@@ -117,7 +117,7 @@ def measure_many(
     if new:
         reports = _measured(workload, new, described, timeout, on_done, limit, trace_off=seek_effect and not beside)
         known.update(zip(((policy, settings) for policy in new), reports, strict=True))
-        cached.update((key, report) for key, report in known.items() if report.no_time != UNFINISHED)
+        cached.update((key, report) for key, report in known.items() if not report.unfinished)
     without = known.get((off, settings))
     return [_with_effect(known[policy, settings], None if is_off(policy) else without) for policy in checked]
 

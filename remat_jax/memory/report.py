@@ -9,7 +9,7 @@ from typing import Any
 from remat_jax.apply.blocks import replaced_text
 from remat_jax.memory.advice import SHOWN, Advice
 from remat_jax.memory.compile.options import GRAPHS
-from remat_jax.memory.compile.sizes import REFUSED
+from remat_jax.memory.compile.sizes import REFUSED, UNFINISHED
 from remat_jax.memory.hlo.copies import Copies, Overlap
 from remat_jax.memory.hlo.live import LiveBuffer
 from remat_jax.memory.residuals import SHOWN_SHARED, SharedInput
@@ -79,7 +79,8 @@ class MemoryReport:
         limit, if it is below XLA's own; and, for a scan that offloads, the option with which its copies overlap compute on a
         GPU. Empty if neither is needed.
       seconds: the estimated time of the compiled schedule, with copies and collectives, at the rates that programs reach on the
-        target. None for the target `cpu`, and if a rate is unknown; `no_time` gives the reason.
+        target. None for the target `cpu`, if a rate is unknown, if the compiler refuses the step, and if the timeout ended a
+        compilation for a TPU after the memory was known; `no_time` gives the reason.
       compute_seconds: the part of `seconds` in which compute runs. In the rest, compute waits for copies and collectives.
       exchanges: the bytes, the time and the overlap of the collectives; None if there are none, or `seconds` is None.
       untimed: opcodes and `custom_call_target`s whose arithmetic is unknown to the estimate, which counts only their bytes.
@@ -137,6 +138,11 @@ class MemoryReport:
     def refused(self) -> bool:
         """Whether the compiler refused the step because it does not fit the device, so that no time is known."""
         return self.no_time == REFUSED
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the timeout ended the compilation after the memory was known, so that no time is known."""
+        return self.no_time == UNFINISHED
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -279,10 +279,11 @@ def _left(ends: float) -> float:
 def _as_compiled(gathered: Gathered) -> None:
     """If every compiled schedule's time is known, give the policies these times, and the excess over a step that keeps all.
 
-    A step that the compiler refused because it does not fit has no time.
+    A step that the compiler refused because it does not fit, or did not finish in time, has no time.
     """
     policies = gathered.policies
-    if any(policy.memory.seconds is None and not policy.memory.refused for policy in policies):
+    without = (policy.memory for policy in policies if policy.memory.seconds is None)
+    if not all(memory.refused or memory.unfinished for memory in without):
         return
     gathered.policies = [
         replace(

@@ -253,11 +253,10 @@ def notes(gathered: Gathered) -> list[str]:
             "recomputed FLOPs, and the sizes of arguments below are totals of all devices."
         )
     remarks += [f"Left out: {name}: {why}" for name, why in gathered.left_out.items()] + gathered.notes
-    untimed = [policy.name for policy in gathered.policies if policy.seconds is None]
-    if untimed and gathered.described is not None:
-        remarks.append(
-            f"No time is estimated for {', '.join(untimed)}: the costs of the offloaded or kept arrays are unknown here"
-        )
+    for policy in gathered.policies if gathered.described is not None else ():
+        if policy.seconds is None:
+            why = policy.memory.no_time or "the costs of the offloaded or kept arrays are unknown here"
+            remarks.append(f"No time is estimated for {policy.name}: {why}")
     if not _by_module(gathered.policies):
         remarks.append(
             "No memory by module: memory at the peak is known only for GPU and TPU targets, and residuals only if the workload "

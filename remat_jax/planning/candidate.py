@@ -79,8 +79,8 @@ class StepCandidate:
       loads: the bytes of each layer.
       seconds: the time to keep, recompute and copy residuals, estimated from the traced program. It is only a part of the
         step's time.
+      doubt: by how many seconds `seconds` may be off, in addition to the doubts of its family.
       expected_bytes: the predicted device bytes; None to predict them from the loads.
-      doubt: by how many seconds that estimate may be off for a reason of the candidate's own.
       near: a step that differs little from it, so that its time has the same pace; None for the pace of its family.
     """
 
@@ -92,9 +92,9 @@ class StepCandidate:
     name: str = field(default="", compare=False)
     loads: Loads = field(default=(), compare=False, repr=False)
     seconds: float = field(default=0.0, compare=False)
+    doubt: float = field(default=0.0, compare=False)
     choices: Choices | None = field(default=None, compare=False, repr=False)
     expected_bytes: int | None = field(default=None, compare=False)
-    doubt: float = field(default=0.0, compare=False)
     near: StepCandidate | None = field(default=None, compare=False, repr=False)
 
     @property

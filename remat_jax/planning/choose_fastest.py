@@ -18,10 +18,10 @@ _LINK_RATES = {"out_bytes_per_s", "in_bytes_per_s"}
 def choose_fastest(known: Known) -> tuple[Tried, list[PlanFinding]]:
     """The step for the plan, and what was preferred at what cost.
 
-    If a step has no compiled time, as on a CPU, the step of the lowest traced estimate is chosen. If no step fits with all
-    kernels, it is `known.in_hand`.
+    Steps without a compiled time are not chosen, unless no step that fits has one, as on a CPU: then the step of the lowest
+    traced estimate is. If no step fits with all kernels, it is `known.in_hand`.
     """
-    fitting, best = known.fit.fitting, known.in_hand
+    best, fitting = known.in_hand, [step for step in known.fit.fitting if step.compiled.seconds]
     assert best is not None, "a step fits"
     if not known.times.compiled or not fitting:
         return best, []
@@ -55,7 +55,8 @@ def _assumed(tried: Tried) -> tuple[str, ...]:
 
 
 def _seconds(tried: Tried) -> float:
-    return tried.compiled.seconds or 0.0
+    assert tried.compiled.seconds is not None, "only steps with a compiled time are compared"
+    return tried.compiled.seconds
 
 
 def _complexity(candidate: StepCandidate) -> tuple[bool, bool, bool]:

@@ -41,8 +41,8 @@ class Compiler:
     """Compiles the steps of candidates until `deadline` (of `time.monotonic`); failures become `findings`.
 
     `timeout` is the seconds for the whole search. `gain` gives the share of the best step's time that a candidate is expected
-    to save; progress says it. `count` is the number of steps submitted so far. `unfinished` are the steps whose compilation the
-    timeout ended.
+    to save; progress says it. `count` is the number of steps submitted so far. `late` are the steps whose compilation the
+    timeout ended before their memory was known.
     """
 
     workload: Workload
@@ -55,7 +55,7 @@ class Compiler:
     findings: list[PlanFinding]
     gain: Callable[[StepCandidate, StepCandidate], float] | None = None
     count: int = field(default=0, init=False)
-    unfinished: list[StepCandidate] = field(default_factory=list, init=False)
+    late: list[StepCandidate] = field(default_factory=list, init=False)
     _only_failures: bool = field(default=False, init=False)
     """Whether a call of `compile` was the first, and all its steps failed."""
     _tracing: float = field(default=0.0, init=False)
@@ -109,7 +109,7 @@ class Compiler:
             self._raise_fatal(list(errors.values()), all_failed=len(errors) == len(keys))
         self.count += len(keys)
         late = {key for key, error in errors.items() if isinstance(error, NotDoneError)}
-        self.unfinished += [candidate for key, candidate in zip(keys, candidates, strict=True) if key in late]
+        self.late += [candidate for key, candidate in zip(keys, candidates, strict=True) if key in late]
         self.findings += [
             info("left_out", f"Left out: {key} could not be compiled: {first_sentence(error)}")
             for key, error in errors.items()

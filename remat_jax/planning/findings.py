@@ -11,7 +11,7 @@ from remat_jax.memory.compile.options import GRAPHS
 KINDS = {
     "left_out": "a candidate could not be compiled",
     "not_shown": "a promise that was not shown for this plan",
-    "cut_short": "the timeout ended the search",
+    "cut_short": "the timeout ended the search, or a compilation",
     "preferred": "the plan is not the fastest compiled step",
     "cut": "layers under one policy are in several scans",
     "no_offload": "why nothing may be offloaded",
@@ -28,8 +28,8 @@ KINDS = {
 """The kinds of findings."""
 SEVERITIES = ("info", "warning")
 CUT = (
-    "Some layers under one policy are in scans of their own: XLA runs a scan of one layer without a loop, and allocates the "
-    "gradients of a scan together"
+    "A scan is cut between layers under one policy: XLA runs a scan of one layer without a loop, which is faster, and shorter "
+    "scans allocate fewer gradients at once"
 )
 FITS_WITH_CUBLAS = "whether the step fits if XLA chooses cuBLAS for the matmuls"
 

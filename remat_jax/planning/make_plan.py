@@ -305,8 +305,9 @@ class _Planner:
     def _find(self, ended: Ended, best: Tried, fields: Mapping[str, Any]) -> None:
         """Add findings: what was not shown of the plan's step, and what is to be known of its memory."""
         sizes, candidate = best.compiled.sizes, best.candidate
-        left = [*self.compiler.unfinished, *(step for step in ended.left if step.family == "named")]
-        is_late = ended.by == "time" or self._is_late() or bool(self.compiler.unfinished)
+        fitting = [step.candidate for step in self.known.fit.fitting if step.compiled.unfinished and step is not best]
+        left = [*self.compiler.late, *fitting, *(step for step in ended.left if step.family == "named")]
+        is_late = ended.by == "time" or self._is_late() or bool(self.compiler.late)
         begin = f"The search ended after timeout={self._timeout_text} s; a longer timeout may find a faster plan" * is_late
         if ended.by == "interrupt":
             begin = "The search was interrupted; a longer search may find a faster plan"

@@ -13,7 +13,7 @@ from remat_jax.planning.fit_memory import Fit
 class Times:
     """The time of a whole step: its compiled time (`Compiled.seconds`), or the traced estimate times a pace.
 
-    If any compiled step has no compiled time, as on a CPU, every time is the traced estimate. The traced estimate is
+    If a step that the compiler finished has no compiled time, as on a CPU, every time is the traced estimate. This estimate is
     `traced_base` plus the time to keep, recompute and copy residuals.
     """
 
@@ -22,12 +22,12 @@ class Times:
 
     @property
     def compiled(self) -> bool:
-        """Whether every compiled step has a compiled time."""
+        """Whether every step that the compiler finished has a compiled time."""
         return bool(self._compiled) and all(step.compiled.seconds for step in self._compiled)
 
     @property
     def _compiled(self) -> list[Tried]:
-        """The compiled steps without those that the compiler refused or did not finish: their times are known nowhere."""
+        """The compiled steps without those that the compiler refused or did not finish, which have no time."""
         return [step for step in self.fit.compiled if not step.compiled.refused and not step.compiled.unfinished]
 
     @property

@@ -39,9 +39,10 @@ def compile_programs(
     """A dict from each program's key to its `Sizes` on `target`, from the cache or compiled in parallel processes.
 
     Args:
-      timeout: the limit in seconds for all programs together.
+      timeout: the limit in seconds for all programs together. Sizes that are known although the timeout ended a compilation are
+        returned (`Sizes.unfinished`), and not cached.
       memory_limit: a device memory limit for XLA in bytes (`options.py`).
-      on_done: called with each key when its program is compiled, or found in the cache; perhaps in another thread.
+      on_done: called with each key when its sizes are known; perhaps in another thread.
       kernels: compiled GPU kernels to reuse, from earlier calls for the same target with the same options.
       children: this call adds its processes to `children`, so that the caller can kill them. If this call runs several
         processes and one of them fails, all of `children` are killed.
@@ -119,7 +120,10 @@ def _compiled(
         except NotDoneError:
             late = [program for program in programs if program.key not in answers]
             unfinished = {program.key: backend.read_unfinished(folders[program.key], program, target) for program in late}
-            yield from ((key, sizes) for key, sizes in unfinished.items() if sizes is not None)
+            for key, sizes in unfinished.items():
+                if sizes is not None:
+                    tell(key)
+                    yield key, sizes
             if None in unfinished.values():
                 raise
         finally:

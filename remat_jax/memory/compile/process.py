@@ -292,7 +292,7 @@ class NotDoneError(CompileError):
 
 def _raise_for(question: Question, answers: dict[str, Any], failed: str, status: int, expired: bool, output: str) -> None:
     missing = [key for key in question.keys if key not in answers]
-    if expired and missing:
+    if expired and missing and not failed:
         raise NotDoneError(
             f"{question.doing}: not done after timeout={question.timeout:.3g} s, stopped at policy={missing[0]!r}. "
             "Give a longer timeout, or scan the layers so that there is less to compile."

@@ -102,8 +102,10 @@ class TpuBackend(Backend):
 
     def read_unfinished(self, folder: Path, program: ExportedProgram, target: Target) -> Sizes | None:
         """XLA:TPU assigns the memory in seconds, and generates machine code for minutes; only the latter gives the cycles."""
-        if XlaFiles(folder).dumped("after_buffer_assignment.txt") is None:  # written after the files that are read
+        files = XlaFiles(folder)
+        if files.dumped("after_buffer_assignment.txt") is None:  # written after the files that are read
             return None
+        files.compiled_text.unlink(missing_ok=True)  # perhaps only a part of it was written
         return replace(self.read({}, folder, program, target), time=None, no_time=UNFINISHED)
 
     def read(self, answer: Mapping[str, Any], folder: Path, program: ExportedProgram, target: Target) -> Sizes:
