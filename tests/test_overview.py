@@ -15,6 +15,7 @@ from remat_jax.diagnosis.findings import Finding
 from remat_jax.hardware import target, targets
 from remat_jax.hardware.rates import Rates
 from remat_jax.memory.compile.process import NotDoneError
+from remat_jax.memory.compile.sizes import UNFINISHED
 from remat_jax.memory.report import Receipt
 from remat_jax.overview import facts, page
 from remat_jax.overview import gathered as gathering
@@ -46,6 +47,15 @@ def test_a_policy_that_fits_and_has_no_time_is_not_said_to_be_over(found):
         sentences = page.summary(replace(untimed, plan=plan_for(JOB, budget=size)))
         assert any("No policy that is safe to run is within the budget (1 B)" in sentence for sentence in sentences) is said
         assert any("No policy that" in sentence for sentence in sentences) is said
+
+
+def test_a_policy_that_was_not_compiled_in_time_takes_no_other_its_time(found):
+    (full,) = found.policies
+    timed, late = (replace(full.memory, seconds=seconds, no_time=why) for seconds, why in ((0.5, ""), (None, UNFINISHED)))
+    shown = replace(found, policies=[replace(full, memory=timed), replace(full, name="dots", memory=late)])
+    gathering._as_compiled(shown)
+    assert [(policy.seconds, policy.timed) for policy in shown.policies] == [(0.5, True), (None, False)]
+    assert f"No time is estimated for dots: {UNFINISHED}" in page.notes(shown)
 
 
 def test_all_places_of_a_trap_are_shown(found):

@@ -26,7 +26,7 @@ from tests.plan_by_hand import PlannedLayer, part
 from tests.plan_by_hand import plan as planned
 from tests.planning_models import RATES, decoder
 from tests.searches import SAVE
-from tests.workloads import mean_square, struct
+from tests.workloads import mean_square, needs_gpu_compiler, struct
 
 # --- what is compiled -------------------------------------------------------------------------------------------------
 
@@ -76,6 +76,13 @@ class Tied(nn.Module):
         axes = {"variable_broadcast": "params", "split_rngs": {"params": False}}
         scan = nn.scan(lambda layer, x, _: (layer(x), None), **axes, length=4)
         return scan(plan_models.MlpLayer(name="layers"), x, None)[0]
+
+
+@needs_gpu_compiler
+def test_a_plan_has_its_last_layer_alone_and_says_why():
+    plan = rj.plan(few_rows(8), "720MiB", "h200")
+    (layers,) = plan.policies.values()
+    assert 7 in layers.cuts and [finding.kind for finding in plan.findings].count("cut") == 1
 
 
 def test_only_a_scan_of_separate_parameters_stacks_gradients():

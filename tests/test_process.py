@@ -132,6 +132,22 @@ def test_a_compiler_that_hangs_is_stopped_with_what_it_started(monkeypatch: pyte
     assert has_ended(started.read_text())
 
 
+REFUSING = """
+import json, sys, time
+keys = [one["key"] for one in json.loads(sys.stdin.readline())["programs"]]
+print(json.dumps({"key": keys[0], "error": "refused at once"}), flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_refusal_before_the_timeout_is_the_error(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    other_child(monkeypatch, tmp_path, REFUSING)
+    monkeypatch.setattr(compiler, "MOST_CHILDREN", 1)
+    programs = [replace(program(layers + 1), key=key) for layers, key in enumerate(("refused", "late"))]
+    with pytest.raises(CompileError, match="refused policy=refused: refused at once"):
+        compile_programs(programs, target("cpu"), timeout=3)
+
+
 SLOW = """
 import json, os, pathlib, sys, time
 keys = [one["key"] for one in json.loads(sys.stdin.readline())["programs"]]
