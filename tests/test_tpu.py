@@ -24,11 +24,14 @@ from remat_jax import compat
 from remat_jax.errors import TargetError, UnsupportedError
 from remat_jax.hardware import google, target
 from remat_jax.hardware.rates import Rates
-from remat_jax.memory.compile import compiler
+from remat_jax.memory.compile import compiler, process
 from remat_jax.memory.compile.backends import backend_of
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.process import NotDoneError
 from remat_jax.memory.measure import measure_many
+from remat_jax.planning import compile_candidates
+from remat_jax.planning.compile_candidates import Compiler
+from remat_jax.planning.make_plan import leanest
 from tests.small_models import Stack
 from tests.workloads import mean_square, struct
 
@@ -101,17 +104,36 @@ def test_the_memory_is_known_if_the_timeout_ends_the_compilation(monkeypatch: py
 
     with monkeypatch.context() as patched:
         patched.setattr(compiler, "_answers", often_too_late)
-        report, plan = rj.measure(workload, "full", "v5e"), rj.plan(workload, "100%", "v5e")
+        report = rj.measure(workload, "full", "v5e")
         with pytest.raises(NotDoneError):
             rj.measure(workload, "full", "cpu")
         in_time.append("the first compilation")
         timed = rj.plan(workload, "100%", "v5e")
     whole = rj.measure(workload, "full", "v5e")
     assert (report.device_bytes, report.live) == (whole.device_bytes, whole.live)
-    assert whole.seconds and report.seconds is None and "no step time: the timeout ended" in report.warnings[-1]
-    assert plan.device_bytes == plan.tried[0][1] and plan.seconds and not plan.timed
-    assert any("time is an estimate" in note for note in plan.notes)
+    assert whole.seconds and report.seconds is None and "no step time: the compilation was ended" in report.warnings[-1]
     assert timed.timed and len(timed.tried) > 1, "the only step with a compiled time is the plan"
+
+
+@pytest.mark.versions
+def test_no_machine_code_is_waited_for_if_only_the_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the largest batch, and in a plan once the first steps have no time."""
+    monkeypatch.setattr(process, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(Compiler, "_patience", 1e-4)
+    asked = list[float]()
+
+    def patiently(*args: Any, patience: float, **options: Any) -> Any:
+        asked.append(patience)
+        return compiler.compile_programs(*args, patience=patience, **options)
+
+    monkeypatch.setattr(compile_candidates, "compile_programs", patiently)
+    workload = job(scan=False, rows=8 * ROWS, width=WIDTH)
+    least, error = leanest(workload, 2**33, target("v5e"), None)
+    plan = rj.plan(workload, round(1.5 * (least or 0)), "v5e")
+    assert plan.seconds and not plan.timed and len(plan.tried) > 2
+    assert asked[0] == 0 < min(asked[1:3]) and not any(asked[3:])
+    assert plan.cut_short and any("time is an estimate" in note for note in plan.notes)
+    assert (dict(plan.tried)["full"], error) == (least, None)
 
 
 def test_what_the_hardware_refuses_and_takes() -> None:

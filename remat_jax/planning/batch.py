@@ -69,7 +69,8 @@ def largest_batch(
 
     The batch is doubled until it does not fit, then bisected. Once two batches are compiled, linear extrapolation of their
     memory predicts the largest batch that fits, and this batch is tried next. For each batch `full` is compiled. If it does
-    not fit, the policy with the least predicted memory is compiled too. A plan is made only for the largest batch.
+    not fit, the policy with the least predicted memory is compiled too. A plan is made only for the largest batch. For a TPU, a
+    compilation of this search is ended once the memory is known, long before its machine code.
 
     Args:
       make_workload: returns the workload for a batch size. Any integer of at least 1 may be tried, and a larger batch must

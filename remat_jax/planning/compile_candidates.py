@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,10 @@ _OF_ONE_STEP = (CompileError, PolicyError, BlockError, UnsupportedError)
 _LONGEST = 300
 """The maximum number of characters of an error's text in a note."""
 
+_FIRST_SHARE = 0.6
+"""The share of the time left after which the first compilations are ended if their memory is known. Where machine code takes
+longer, the time is better spent on the memory of more steps."""
+
 Progress = Callable[[str, int, int], None]
 """Called with the current activity, the number of compiled steps, and the expected total, which may grow."""
 
@@ -41,8 +46,8 @@ class Compiler:
     """Compiles the steps of candidates until `deadline` (of `time.monotonic`); failures become `findings`.
 
     `timeout` is the seconds for the whole search. `gain` gives the share of the best step's time that a candidate is expected
-    to save; progress says it. `count` is the number of steps submitted so far. `late` are the steps whose compilation the
-    timeout ended before their memory was known.
+    to save; progress says it. With `memory_only`, a compilation is ended once its memory is known. `count` is the number of
+    steps submitted so far. `late` are the steps whose compilation the timeout ended before their memory was known.
     """
 
     workload: Workload
@@ -54,6 +59,7 @@ class Compiler:
     progress: Progress
     findings: list[PlanFinding]
     gain: Callable[[StepCandidate, StepCandidate], float] | None = None
+    memory_only: bool = False
     count: int = field(default=0, init=False)
     late: list[StepCandidate] = field(default_factory=list, init=False)
     _only_failures: bool = field(default=False, init=False)
@@ -62,6 +68,9 @@ class Compiler:
     """The longest tracing time of a step, in seconds."""
     _longest: float = field(default=0.0, init=False)
     """The longest time of a call of `compile`, in seconds."""
+    _patience: float = field(default=_FIRST_SHARE, init=False)
+    """The share of the time left after which a compilation is ended if its memory is known: infinite once a step has a time, 0
+    once a step was ended without one."""
 
     def _left(self, best: Tried | None) -> float:
         """The seconds that are left; once a step fits, without those for compiling it without Triton (`without_triton`)."""
@@ -92,11 +101,13 @@ class Compiler:
             for key, step in zip(keys, candidates, strict=True)
         ]
         self._report(keys, candidates, best)
+        patience = 0.0 if self.memory_only else self._patience * max(1.0, self._left(best))
         with ThreadPoolExecutor(min(SIDE_BY_SIDE, os.cpu_count() or 1)) as pool, Children() as children:
 
             def compiled(program: ExportedProgram, candidate: StepCandidate) -> Compiled:
-                shared: dict[str, Any] = {"kernels": self.kernels, "children": children, "timeout": max(1.0, self._left(best))}
-                sizes = compile_programs([program], self.target, memory_limit=candidate.memory_limit, **shared)[program.key]
+                shared: dict[str, Any] = {"kernels": self.kernels, "children": children, "patience": patience}
+                limits: dict[str, Any] = {"memory_limit": candidate.memory_limit, "timeout": max(1.0, self._left(best))}
+                sizes = compile_programs([program], self.target, **limits, **shared)[program.key]
                 is_wrong = candidate.host_bytes > 0 and sizes.is_miscompiled
                 return Compiled(sizes.device, sizes.host, not is_wrong and not sizes.refusal, sizes, program)
 
@@ -115,10 +126,15 @@ class Compiler:
             for key, error in errors.items()
             if key not in late
         ]
-        return [
+        answers = [
             Compiled(FAILED, 0, sound=False, late=key in late) if key in errors else future.result()
             for key, future in zip(keys, futures, strict=True)
         ]
+        if any(answer.sound and not answer.unfinished for answer in answers):
+            self._patience = math.inf
+        elif math.isfinite(self._patience) and any(answer.unfinished for answer in answers):
+            self._patience = 0.0
+        return answers
 
     def _submitted(
         self,

@@ -210,6 +210,7 @@ class _Planner:
 
     def leanest(self) -> tuple[int, InfeasibleBudget | None]:
         """The bytes of the smallest step; the error if nothing fits."""
+        self.compiler.memory_only = True
         self._compile_least()
         fit = self.known.fit
         return fit.smallest.compiled.device_bytes, None if fit.fitting else self._infeasible()
@@ -280,7 +281,7 @@ class _Planner:
             model=Model.of(self.workload),
             jax_version=jax.__version__,
             compiler_options=best.compiled.sizes.compiler_options,
-            cut_short=ended.by in ("time", "interrupt") or self._is_late(),
+            cut_short=ended.by in ("time", "interrupt") or self._is_late() or best.compiled.unfinished,
             left_out=tuple(candidate.title for candidate in ended.left),
             **fields,
         )
@@ -305,22 +306,14 @@ class _Planner:
     def _find(self, ended: Ended, best: Tried, fields: Mapping[str, Any]) -> None:
         """Add findings: what was not shown of the plan's step, and what is to be known of its memory."""
         sizes, candidate = best.compiled.sizes, best.candidate
-        fitting = [step.candidate for step in self.known.fit.fitting if step.compiled.unfinished and step is not best]
-        left = [*self.compiler.late, *fitting, *(step for step in ended.left if step.family == "named")]
         is_late = ended.by == "time" or self._is_late() or bool(self.compiler.late)
         begin = f"The search ended after timeout={self._timeout_text} s; a longer timeout may find a faster plan" * is_late
         if ended.by == "interrupt":
             begin = "The search was interrupted; a longer search may find a faster plan"
-        open_questions = [FITS_WITH_CUBLAS] if is_unchecked(best, self.compiler) else []
-        if left:
-            open_questions.append(f"whether {listed([step.title for step in left])} would fit and be faster")
-        if candidate.host_bytes and fields["offload_needed"] is None and candidate.choices is not None:
-            open_questions.append("whether the offloaded residuals would fit on the device")
-        if not fields["is_maximal"]:
-            open_questions.append("that no further residual can be saved in a run of layers")
+        open_questions = self._open_questions(ended, best, fields)
         self.findings += not_shown(begin, open_questions, "no compilations were left" * (ended.by == "compilations"))
         if sizes.unfinished:
-            self.findings.append(info("cut_short", f"The plan's time is an estimate: {sizes.no_time}"))
+            self.findings.append(info("cut_short", f"The plan's time is an estimate ({sizes.no_time})"))
         if candidate.cuts:
             self.findings.append(info("cut", CUT))
         if self.workload.found is not None:
@@ -336,6 +329,20 @@ class _Planner:
         if candidate.name not in KEEP_ALL and ended.by != "interrupt" and not self._is_late():
             self.advice = advise(self.workload, sizes, traced_products(self.workload), self.target)
             self.findings += [info("beyond", text) for text in filter(None, [largest(self.advice, sizes)])]
+
+    def _open_questions(self, ended: Ended, best: Tried, fields: Mapping[str, Any]) -> list[str]:
+        """What was not shown of the plan's step."""
+        untimed = [step.candidate for step in self.known.fit.fitting if step.compiled.unfinished and step is not best]
+        left = [*self.compiler.late, *(step for step in ended.left if step.family == "named")]
+        questions = [FITS_WITH_CUBLAS] if is_unchecked(best, self.compiler) else []
+        for steps, question in ((untimed, "would be faster"), (left, "would fit and be faster")):
+            if steps:
+                questions.append(f"whether {listed([step.title for step in steps])} {question}")
+        if best.candidate.host_bytes and fields["offload_needed"] is None and best.candidate.choices is not None:
+            questions.append("whether the offloaded residuals would fit on the device")
+        if not fields["is_maximal"]:
+            questions.append("that no further residual can be saved in a run of layers")
+        return questions
 
     def beyond(self, made: Plan) -> tuple[Beyond, ...]:
         """What the changes that free much would give, if they were allowed: by estimates, while time is left."""

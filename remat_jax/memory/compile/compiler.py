@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ def compile_programs(
     on_done: Callable[[str], None] | None = None,
     kernels: Kernels | None = None,
     children: Children | None = None,
+    patience: float = math.inf,
 ) -> dict[str, Sizes]:
     """A dict from each program's key to its `Sizes` on `target`, from the cache or compiled in parallel processes.
 
@@ -46,6 +48,7 @@ def compile_programs(
       kernels: compiled GPU kernels to reuse, from earlier calls for the same target with the same options.
       children: this call adds its processes to `children`, so that the caller can kill them. If this call runs several
         processes and one of them fails, all of `children` are killed.
+      patience: after so many seconds, compilations are ended once their sizes are known, as by the timeout.
     """
     backend = backend_of(target)
     backend.require(target)
@@ -63,7 +66,7 @@ def compile_programs(
         else:
             new.setdefault(digest, program)  # equal programs are compiled once
     if new:
-        for key, compiled in _compiled(list(new.values()), target, timeout, options, tell, kernels, children):
+        for key, compiled in _compiled(list(new.values()), target, timeout, options, tell, kernels, children, patience):
             sizes[digests[key]] = replace(compiled, limit_options=limits[key])
             if not compiled.unfinished:
                 cache.write(digests[key], target, sizes[digests[key]])
@@ -100,12 +103,13 @@ def _compiled(
     tell: Callable[[str], None],
     kernels: Kernels | None,
     children: Children | None,
+    patience: float,
 ) -> Iterator[tuple[str, Sizes]]:
     """Each program's key and sizes; after a failure or the timeout, those that are known, then the error.
 
     There is no error if the timeout ended only compilations whose sizes are known (`Sizes.unfinished`).
     """
-    backend = backend_of(target)
+    backend, patient = backend_of(target), time.monotonic() + patience
     with scratch() as folder:
         folders = {program.key: folder / str(index) for index, program in enumerate(programs)}
         entries = [_entry(folders[program.key], program, target, options[program.key]) for program in programs]
@@ -115,8 +119,11 @@ def _compiled(
             answers[answer["key"]] = answer
             tell(answer["key"])
 
+        def enough(keys: Sequence[str]) -> bool:
+            return time.monotonic() > patient and all(key in answers or backend.knows_memory(folders[key]) for key in keys)
+
         try:
-            answers = _answers(entries, target, timeout, folder, arrived, kernels or Kernels(folder), children)
+            answers = _answers(entries, target, timeout, folder, arrived, kernels or Kernels(folder), children, enough)
         except NotDoneError:
             late = [program for program in programs if program.key not in answers]
             unfinished = {program.key: backend.read_unfinished(folders[program.key], program, target) for program in late}
@@ -150,6 +157,7 @@ def _answers(
     arrived: Callable[[dict[str, Any]], None],
     kernels: Kernels,
     children: Children | None = None,
+    enough: Callable[[Sequence[str]], bool] = lambda keys: False,
 ) -> dict[str, dict[str, Any]]:
     side_by_side = max(1, min(len(entries), os.cpu_count() or 1, MOST_CHILDREN))
     backend = backend_of(target)
@@ -162,7 +170,8 @@ def _answers(
         programs = [entry | {"compiler_options": {**for_all, **options, **entry["compiler_options"]}} for entry in part]
         request = {"programs": programs, "topology": backend.topology(target), "folder": str(folder)}
         doing, keys = f"compiling for target={target.name!r}", [entry["key"] for entry in part]
-        return ask(Question(CHILD, request, keys, doing, environment, timeout, left=left, again=True), arrived, running)
+        limits: dict[str, Any] = {"left": left, "enough": functools.partial(enough, keys)}
+        return ask(Question(CHILD, request, keys, doing, environment, timeout, again=True, **limits), arrived, running)
 
     def run(number: int) -> dict[str, dict[str, Any]]:
         part = entries[number::side_by_side]

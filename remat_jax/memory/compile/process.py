@@ -39,6 +39,9 @@ ENVIRONMENT = ("JAX_", "XLA_", "TF_", "CUDA_", "NVIDIA_", "LIBTPU_", "TPU_")
 IDLE_SECONDS, MOST_IDLE = 30.0, 4
 """How many seconds a child may wait for another question, and how many children may wait; each uses about 500 MB of memory."""
 
+_POLL_SECONDS = 1.0
+"""How often `Question.enough` is asked."""
+
 _OUT_OF_MEMORY = (
     "RESOURCE_EXHAUSTED",
     "out of memory",
@@ -67,6 +70,7 @@ class Question:
       doing, who: words for error messages: the activity, and the program that refuses a key.
       timeout, left: the limit in seconds for all keys together, and the seconds of it that remain; None if all remain.
       again: whether the child waits for another question after it prints `{"done": true}`, because starting a process is slow.
+      enough: asked each second; once it is true, the child is ended as by the timeout.
     """
 
     child: Path
@@ -78,6 +82,7 @@ class Question:
     who: str = "the compiler"
     left: float | None = None
     again: bool = False
+    enough: Callable[[], bool] = lambda: False
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -126,9 +131,9 @@ def ask(
 ) -> dict[str, dict[str, Any]]:
     """A dict from key to the child's answer. `on_done` gets each answer when it arrives; `children` can kill the child."""
     child = _idle.take(question) or _Child(question)
-    timer = threading.Timer(question.timeout if question.left is None else question.left, child.expire)
-    timer.daemon = True
-    timer.start()
+    answered = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(child, question, answered), daemon=True)
+    watcher.start()
     waits = False
     try:
         with (children or Children()).running(child):
@@ -136,14 +141,23 @@ def ask(
         status = 0 if waits else child.process.wait()
         output = child.output()
     finally:
-        timer.cancel()
-        timer.join()
+        answered.set()
+        watcher.join()
         if waits and not child.killed:
             _idle.give_back(child)
         else:
             child.end()
     _raise_for(question, answers, failed, status, child.expired, output)
     return answers
+
+
+def _watch(child: _Child, question: Question, answered: threading.Event) -> None:
+    """End the child after the timeout, or once what is known is enough, unless it has answered."""
+    ends = time.monotonic() + (question.timeout if question.left is None else question.left)
+    while not answered.wait(min(_POLL_SECONDS, max(0.0, ends - time.monotonic()))):
+        if time.monotonic() >= ends or question.enough():
+            child.expire()
+            return
 
 
 def _converse(

@@ -80,8 +80,12 @@ class Backend(abc.ABC):
     def read(self, answer: Mapping[str, Any], folder: Path, program: ExportedProgram, target: Target) -> Sizes:
         """The sizes of one program, from the compile process's answer and from the files in `folder` (`entry`)."""
 
+    def knows_memory(self, folder: Path) -> bool:
+        """Whether the sizes of a program are known before its compilation ends (`read_unfinished`)."""
+        return False
+
     def read_unfinished(self, folder: Path, program: ExportedProgram, target: Target) -> Sizes | None:
-        """The sizes of a program whose compilation the timeout ended, without its time; None if they are not known yet."""
+        """The sizes of a program whose compilation was ended, without its time; None if they are not known yet."""
         return None
 
     def cores(self, target: Target) -> int | None:

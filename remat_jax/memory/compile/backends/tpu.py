@@ -100,10 +100,14 @@ class TpuBackend(Backend):
             return {}
         return {self.limit_option.name: max(1, limit // _MIB)}
 
-    def read_unfinished(self, folder: Path, program: ExportedProgram, target: Target) -> Sizes | None:
+    def knows_memory(self, folder: Path) -> bool:
         """XLA:TPU assigns the memory in seconds, and generates machine code for minutes; only the latter gives the cycles."""
+        return XlaFiles(folder).dumped("after_buffer_assignment.txt") is not None  # written after the files that are read
+
+    def read_unfinished(self, folder: Path, program: ExportedProgram, target: Target) -> Sizes | None:
+        """The sizes, once the memory is assigned."""
         files = XlaFiles(folder)
-        if files.dumped("after_buffer_assignment.txt") is None:  # written after the files that are read
+        if not self.knows_memory(folder):
             return None
         files.compiled_text.unlink(missing_ok=True)  # perhaps only a part of it was written
         return replace(self.read({}, folder, program, target), time=None, no_time=UNFINISHED)
