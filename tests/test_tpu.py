@@ -24,13 +24,13 @@ from remat_jax import compat
 from remat_jax.errors import TargetError, UnsupportedError
 from remat_jax.hardware import google, target
 from remat_jax.hardware.rates import Rates
-from remat_jax.memory.compile import compiler, process
+from remat_jax.memory.compile import cache, compiler, process
 from remat_jax.memory.compile.backends import backend_of
+from remat_jax.memory.compile.backends.tpu import TpuBackend
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.process import NotDoneError
 from remat_jax.memory.measure import measure_many
 from remat_jax.planning import compile_candidates
-from remat_jax.planning.compile_candidates import Compiler
 from remat_jax.planning.make_plan import leanest
 from tests.small_models import Stack
 from tests.workloads import mean_square, struct
@@ -110,30 +110,34 @@ def test_the_memory_is_known_if_the_timeout_ends_the_compilation(monkeypatch: py
         in_time.append("the first compilation")
         timed = rj.plan(workload, "100%", "v5e")
     whole = rj.measure(workload, "full", "v5e")
+    monkeypatch.setattr(process, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(compile_candidates, "_SHARE_FOR_TIMES", 0.0)
+    compared = rj.plan(workload, "100%", "v5e")
+    assert len(compared.tried) > 1
+    assert all(point.timed for point in compared.named if point.compiled), "one has a time, so all get one"
     assert (report.device_bytes, report.live) == (whole.device_bytes, whole.live)
-    assert whole.seconds and report.seconds is None and "no step time: the compilation was ended" in report.warnings[-1]
+    assert whole.seconds and report.seconds is None and "no step time: the compilation was ended once" in report.warnings[-1]
     assert timed.timed and len(timed.tried) > 1, "the only step with a compiled time is the plan"
 
 
 @pytest.mark.versions
 def test_no_machine_code_is_waited_for_if_only_the_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the largest batch, and in a plan once the first steps have no time."""
+    """For the largest batch, for the shapes of results on a mesh, and in a plan if no step has a time soon."""
     monkeypatch.setattr(process, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(Compiler, "_patience", 1e-4)
-    asked = list[float]()
-
-    def patiently(*args: Any, patience: float, **options: Any) -> Any:
-        asked.append(patience)
-        return compiler.compile_programs(*args, patience=patience, **options)
-
-    monkeypatch.setattr(compile_candidates, "compile_programs", patiently)
+    monkeypatch.setattr(compile_candidates, "_SHARE_FOR_TIMES", 0.0)
     workload = job(scan=False, rows=8 * ROWS, width=WIDTH)
     least, error = leanest(workload, 2**33, target("v5e"), None)
     plan = rj.plan(workload, round(1.5 * (least or 0)), "v5e")
     assert plan.seconds and not plan.timed and len(plan.tried) > 2
-    assert asked[0] == 0 < min(asked[1:3]) and not any(asked[3:])
     assert plan.cut_short and any("time is an estimate" in note for note in plan.notes)
     assert (dict(plan.tried)["full"], error) == (least, None)
+    slice_ = target("4xv5e")
+    program = export_step("step", job().on_mesh("fsdp=4").step("full"), slice_)
+    early = compiler.result_shapes(program, slice_, timeout=300)
+    monkeypatch.setattr(cache, "read", lambda *_: None)
+    monkeypatch.setattr(TpuBackend, "knows_memory", lambda *_: False)
+    assert early == compiler.result_shapes(program, slice_, timeout=300)
+    assert set(early or ()) == {(), (LAYERS, 64), (LAYERS, 256), (LAYERS, 256, 256)}, "each divided by four"
 
 
 def test_what_the_hardware_refuses_and_takes() -> None:

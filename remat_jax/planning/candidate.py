@@ -165,7 +165,7 @@ class Compiled:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the timeout ended its compilation after the memory was known (`Sizes.unfinished`)."""
+        """Whether its compilation was ended once the memory was known (`Sizes.unfinished`)."""
         return bool(getattr(self.sizes, "unfinished", False))
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -33,9 +32,9 @@ _OF_ONE_STEP = (CompileError, PolicyError, BlockError, UnsupportedError)
 _LONGEST = 300
 """The maximum number of characters of an error's text in a note."""
 
-_FIRST_SHARE = 0.6
-"""The share of the time left after which the first compilations are ended if their memory is known. Where machine code takes
-longer, the time is better spent on the memory of more steps."""
+_SHARE_FOR_TIMES = 0.6
+"""If no step has a time after this share of the timeout, compilations are ended once their memory is known. Where machine code
+takes longer, the time is better spent on the memory of more steps."""
 
 Progress = Callable[[str, int, int], None]
 """Called with the current activity, the number of compiled steps, and the expected total, which may grow."""
@@ -68,9 +67,8 @@ class Compiler:
     """The longest tracing time of a step, in seconds."""
     _longest: float = field(default=0.0, init=False)
     """The longest time of a call of `compile`, in seconds."""
-    _patience: float = field(default=_FIRST_SHARE, init=False)
-    """The share of the time left after which a compilation is ended if its memory is known: infinite once a step has a time, 0
-    once a step was ended without one."""
+    _has_times: bool = field(default=False, init=False)
+    """Whether the compilation of a step was finished."""
 
     def _left(self, best: Tried | None) -> float:
         """The seconds that are left; once a step fits, without those for compiling it without Triton (`without_triton`)."""
@@ -80,6 +78,11 @@ class Compiler:
     def _is_over(self, best: Tried | None) -> bool:
         """Whether too little time is left to trace another step and to count the FLOPs that the plan recomputes."""
         return self._left(best) < 2 * self._tracing
+
+    def _is_enough(self) -> bool:
+        """Whether a step's memory is enough, and its time is not waited for."""
+        no_times = not self._has_times and self.deadline - time.monotonic() < (1 - _SHARE_FOR_TIMES) * self.timeout
+        return self.memory_only or no_times
 
     def compile(self, candidates: Sequence[StepCandidate], best: Tried | None) -> list[Compiled]:
         """The compiled memory of each candidate, as `compile_now`; an empty list if the time is up and a step was submitted."""
@@ -101,13 +104,13 @@ class Compiler:
             for key, step in zip(keys, candidates, strict=True)
         ]
         self._report(keys, candidates, best)
-        patience = 0.0 if self.memory_only else self._patience * max(1.0, self._left(best))
         with ThreadPoolExecutor(min(SIDE_BY_SIDE, os.cpu_count() or 1)) as pool, Children() as children:
 
             def compiled(program: ExportedProgram, candidate: StepCandidate) -> Compiled:
-                shared: dict[str, Any] = {"kernels": self.kernels, "children": children, "patience": patience}
+                shared: dict[str, Any] = {"kernels": self.kernels, "children": children, "is_enough": self._is_enough}
                 limits: dict[str, Any] = {"memory_limit": candidate.memory_limit, "timeout": max(1.0, self._left(best))}
                 sizes = compile_programs([program], self.target, **limits, **shared)[program.key]
+                self._has_times |= not sizes.unfinished and not sizes.refusal
                 is_wrong = candidate.host_bytes > 0 and sizes.is_miscompiled
                 return Compiled(sizes.device, sizes.host, not is_wrong and not sizes.refusal, sizes, program)
 
@@ -126,15 +129,10 @@ class Compiler:
             for key, error in errors.items()
             if key not in late
         ]
-        answers = [
+        return [
             Compiled(FAILED, 0, sound=False, late=key in late) if key in errors else future.result()
             for key, future in zip(keys, futures, strict=True)
         ]
-        if any(answer.sound and not answer.unfinished for answer in answers):
-            self._patience = math.inf
-        elif math.isfinite(self._patience) and any(answer.unfinished for answer in answers):
-            self._patience = 0.0
-        return answers
 
     def _submitted(
         self,

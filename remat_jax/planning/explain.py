@@ -152,7 +152,7 @@ def next_gib(plan: PlanData) -> str:
     """The gain from more memory, as a sentence."""
     more = f"{format_bytes(plan.next_bytes)} more".replace(".0 ", " ")
     if plan.next_gib_seconds is None and plan.cut_short:
-        return f"The search ended before the gain from {more} was computed."
+        return f"The search ended early: what {more} would gain is not known."
     if plan.next_gib_seconds is None:
         return "More memory would not make the step faster, by the estimate."
     if not plan.next_gib_seconds:

@@ -54,7 +54,7 @@ class Plan(PlanData):
         the step saves one more residual in all layers of one run, and is at least 0.3 % faster by the estimate. At most two
         variants are checked: the variant that saves fewest bytes, and the variant predicted to be smallest. Each was compiled
         and does not fit or is no faster, or its prediction is clearly over the budget (`docs/how/planner.md`).
-      cut_short: whether `timeout` ended the search.
+      cut_short: whether `timeout` ended the search, or the compilation of the plan's step once its memory was known.
       offload_needed: whether the plan's step does not fit with the offloaded residuals on the device; None if it offloads
         nothing, or if this was not shown.
       changes: the changes beyond the blocks that the plan makes, of those in `allow`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,19 +35,20 @@ def compile_programs(
     on_done: Callable[[str], None] | None = None,
     kernels: Kernels | None = None,
     children: Children | None = None,
-    patience: float = math.inf,
+    is_enough: Callable[[], bool] = lambda: False,
 ) -> dict[str, Sizes]:
     """A dict from each program's key to its `Sizes` on `target`, from the cache or compiled in parallel processes.
 
     Args:
-      timeout: the limit in seconds for all programs together. Sizes that are known although the timeout ended a compilation are
+      timeout: the limit in seconds for all programs together. Sizes that are known although a compilation was ended are
         returned (`Sizes.unfinished`), and not cached.
       memory_limit: a device memory limit for XLA in bytes (`options.py`).
       on_done: called with each key when its sizes are known; perhaps in another thread.
       kernels: compiled GPU kernels to reuse, from earlier calls for the same target with the same options.
       children: this call adds its processes to `children`, so that the caller can kill them. If this call runs several
         processes and one of them fails, all of `children` are killed.
-      patience: after so many seconds, compilations are ended once their sizes are known, as by the timeout.
+      is_enough: asked each second, in another thread. While it is true, a process is ended if the sizes of all its programs
+        are known, as by the timeout.
     """
     backend = backend_of(target)
     backend.require(target)
@@ -66,7 +66,7 @@ def compile_programs(
         else:
             new.setdefault(digest, program)  # equal programs are compiled once
     if new:
-        for key, compiled in _compiled(list(new.values()), target, timeout, options, tell, kernels, children, patience):
+        for key, compiled in _compiled(list(new.values()), target, timeout, options, tell, kernels, children, is_enough):
             sizes[digests[key]] = replace(compiled, limit_options=limits[key])
             if not compiled.unfinished:
                 cache.write(digests[key], target, sizes[digests[key]])
@@ -81,16 +81,25 @@ def result_shapes(program: ExportedProgram, target: Target, *, timeout: float) -
 
     None if the compiler refuses the program because it does not fit (`Sizes.refusal`).
     """
-    backend_of(target).require(target)
+    backend = backend_of(target)
+    backend.require(target)
     digest = cache.digest(program, target, {"results": True}, CHILD)
     shapes = cache.read(digest, target, tuple[tuple[int, ...], ...])
     if shapes is None:
         with scratch() as folder:
-            entry = _entry(folder / "0", program, target, {})
-            answer = _answers([entry], target, timeout, folder, lambda answer: None, Kernels(folder))[program.key]
-        if "refusal" in answer:
+            begun = folder / "0"
+            limits = None, lambda keys: backend.knows_memory(begun)
+            entry = _entry(begun, program, target, {})
+            try:
+                answers = _answers([entry], target, timeout, folder, lambda answer: None, Kernels(folder), *limits)
+            except NotDoneError:
+                results = backend.unfinished_results(begun)
+                if results is None:
+                    raise
+                answers = {program.key: {"results": results}}
+        if "refusal" in answers[program.key]:
             return None
-        shapes = tuple(map(tuple, answer["results"]))
+        shapes = tuple(map(tuple, answers[program.key]["results"]))
         cache.write(digest, target, shapes)
     return shapes
 
@@ -103,13 +112,13 @@ def _compiled(
     tell: Callable[[str], None],
     kernels: Kernels | None,
     children: Children | None,
-    patience: float,
+    is_enough: Callable[[], bool],
 ) -> Iterator[tuple[str, Sizes]]:
     """Each program's key and sizes; after a failure or the timeout, those that are known, then the error.
 
-    There is no error if the timeout ended only compilations whose sizes are known (`Sizes.unfinished`).
+    There is no error if only compilations were ended whose sizes are known (`Sizes.unfinished`).
     """
-    backend, patient = backend_of(target), time.monotonic() + patience
+    backend = backend_of(target)
     with scratch() as folder:
         folders = {program.key: folder / str(index) for index, program in enumerate(programs)}
         entries = [_entry(folders[program.key], program, target, options[program.key]) for program in programs]
@@ -120,7 +129,7 @@ def _compiled(
             tell(answer["key"])
 
         def enough(keys: Sequence[str]) -> bool:
-            return time.monotonic() > patient and all(key in answers or backend.knows_memory(folders[key]) for key in keys)
+            return is_enough() and all(key in answers or backend.knows_memory(folders[key]) for key in keys)
 
         try:
             answers = _answers(entries, target, timeout, folder, arrived, kernels or Kernels(folder), children, enough)

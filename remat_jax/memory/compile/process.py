@@ -155,7 +155,10 @@ def _watch(child: _Child, question: Question, answered: threading.Event) -> None
     """End the child after the timeout, or once what is known is enough, unless it has answered."""
     ends = time.monotonic() + (question.timeout if question.left is None else question.left)
     while not answered.wait(min(_POLL_SECONDS, max(0.0, ends - time.monotonic()))):
-        if time.monotonic() >= ends or question.enough():
+        is_enough = False
+        with contextlib.suppress(Exception):  # else the timeout would be lost with this thread
+            is_enough = question.enough()
+        if is_enough or time.monotonic() >= ends:
             child.expire()
             return
 

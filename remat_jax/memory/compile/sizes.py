@@ -13,7 +13,7 @@ from remat_jax.memory.step_time.schedule import StepTime
 
 REFUSED = "the step does not fit"
 """`Sizes.no_time` of a step that the compiler refuses because it does not fit the device."""
-UNFINISHED = "the compilation was ended after it had assigned the memory: the timeout leaves no time for the machine code"
+UNFINISHED = "the compilation was ended once the memory was known, before the machine code"
 """`Sizes.no_time` of a step whose memory is known although its compilation did not end in time."""
 
 _UNTILED = (
@@ -64,7 +64,7 @@ class Sizes:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the timeout ended the compilation, so that no time is known."""
+        """Whether the compilation was ended once the memory was known, so that no time is known."""
         return self.no_time == UNFINISHED
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -86,6 +86,10 @@ class Backend(abc.ABC):
 
     def read_unfinished(self, folder: Path, program: ExportedProgram, target: Target) -> Sizes | None:
         """The sizes of a program whose compilation was ended, without its time; None if they are not known yet."""
+        return None
+
+    def unfinished_results(self, folder: Path) -> Sequence[Sequence[int]] | None:
+        """The shapes of a program's results on each device once the memory is known (`knows_memory`); else None."""
         return None
 
     def cores(self, target: Target) -> int | None:

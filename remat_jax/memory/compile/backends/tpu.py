@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from remat_jax.memory.compile.backends.backend import NESTED_OFFLOAD, Backend, L
 from remat_jax.memory.compile.backends.xla_files import XlaFiles, modelled_time
 from remat_jax.memory.compile.exported import ExportedProgram
 from remat_jax.memory.compile.sizes import REFUSED, UNFINISHED, Sizes
-from remat_jax.memory.hlo.text import HOST_SPACE
+from remat_jax.memory.hlo.text import HOST_SPACE, arrays_of
 from remat_jax.memory.step_time.collectives import read_collectives
 
 _ALLOCATION = re.compile(r"^allocation \d+: size (?P<bytes>\d+)(?P<is>.*)$", re.MULTILINE)
@@ -101,16 +101,21 @@ class TpuBackend(Backend):
         return {self.limit_option.name: max(1, limit // _MIB)}
 
     def knows_memory(self, folder: Path) -> bool:
-        """XLA:TPU assigns the memory in seconds, and generates machine code for minutes; only the latter gives the cycles."""
-        return XlaFiles(folder).dumped("after_buffer_assignment.txt") is not None  # written after the files that are read
+        """Whether the memory is assigned. That takes seconds; machine code, which alone gives the cycles, takes minutes."""
+        return XlaFiles(folder).is_dumped("after_buffer_assignment.txt")  # written after the files that are read
 
     def read_unfinished(self, folder: Path, program: ExportedProgram, target: Target) -> Sizes | None:
-        """The sizes, once the memory is assigned."""
+        """The sizes once the memory is assigned, without a time."""
         files = XlaFiles(folder)
         if not self.knows_memory(folder):
             return None
         files.compiled_text.unlink(missing_ok=True)  # perhaps only a part of it was written
         return replace(self.read({}, folder, program, target), time=None, no_time=UNFINISHED)
+
+    def unfinished_results(self, folder: Path) -> Sequence[Sequence[int]] | None:
+        """The shapes of the arrays that the optimised program returns."""
+        module = XlaFiles(folder).optimised("after_optimizations.txt") if self.knows_memory(folder) else None
+        return None if module is None else [array.dims for array in arrays_of(module.entry.root.shape)]
 
     def read(self, answer: Mapping[str, Any], folder: Path, program: ExportedProgram, target: Target) -> Sizes:
         """Sizes and buffers from XLA's dump, the time from the final text; a refused step has no final text."""

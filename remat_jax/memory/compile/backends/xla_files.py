@@ -36,6 +36,10 @@ class XlaFiles:
         paths = sorted((self.folder / "dump").glob(f"*{ending}"))
         return paths[-1].read_text(encoding="utf-8", errors="replace") if paths else None
 
+    def is_dumped(self, ending: str) -> bool:
+        """Whether XLA wrote a file with this ending."""
+        return any((self.folder / "dump").glob(f"*{ending}"))
+
     def optimised(self, ending: str) -> HloModule | None:
         """The dumped module with this ending; None if there is none, or if it cannot be read."""
         return _parsed(self.dumped(ending))
