@@ -4,6 +4,7 @@
     remat-jax plan    examples/llama_70b.py:job --target 8x8xh200 --budget 100GiB
     remat-jax measure examples/llama_70b.py:job --target 4x8xh200 --mesh data=4,fsdp=8
     remat-jax measure examples/llama_70b.py:job --target v5p-128 --policy full          64 TPUs in place of the GPUs
+    remat-jax plan    examples/llama_70b.py:job --target v5p-128 --budget 80% --timeout 900
 
 `job` partitions parameters, optimizer state and batch over all 64 GPUs (FSDP). `tensor_job` partitions the batch over the
 hosts, and the heads and the feed-forward's hidden layer over the GPUs of a host (tensor parallelism). Nothing is allocated.
