@@ -228,6 +228,15 @@ def test_a_change_is_kept_only_if_it_makes_the_plan_faster():
     assert made.changes == () and [row.seconds for row in made.beyond] == [1.2, 0.999]
 
 
+def test_an_estimate_does_not_displace_a_compiled_time():
+    def plan_for(workload, share):
+        return plan_by_hand(timed=workload is work, seconds=1.0 if workload is work else 0.5)
+
+    work = job()
+    made = with_changes(plan_for, work, ("head_in_chunks",))
+    assert (made.changes, made.seconds) == ((), 1.0)
+
+
 def test_the_estimate_has_the_copies_of_a_state_on_the_host():
     """Nothing is compiled: the state of Adam, two moments, goes to the host and back, and no compute hides that."""
     work, h200 = job(optimizer=optax.adam(1e-3)), target("h200")

@@ -140,6 +140,15 @@ def test_no_machine_code_is_waited_for_if_only_the_memory_counts(monkeypatch: py
     assert set(early or ()) == {(), (LAYERS, 64), (LAYERS, 256), (LAYERS, 256, 256)}, "each divided by four"
 
 
+def test_files_of_the_compiler_are_read_once_the_last_is_there(tmp_path: Path) -> None:
+    backend, v5e = backend_of(target("v5e")), target("v5e")
+    program = export_step("step", job().step("full"), v5e)
+    (tmp_path / "dump").mkdir()
+    (tmp_path / "dump" / "m.x-buffer-assignment.txt").write_text("allocation 0: size 64, para", encoding="utf-8")
+    assert not backend.knows_memory(tmp_path)
+    assert backend.read_unfinished(tmp_path, program, v5e) is None is backend.unfinished_results(tmp_path)
+
+
 def test_what_the_hardware_refuses_and_takes() -> None:
     """Unrolled offload on several chips, a limit of the compiler, and traps of GPUs."""
     v5e = target("v5e")
