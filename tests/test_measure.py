@@ -226,9 +226,11 @@ def test_wrong_arguments_are_named_before_anything_is_compiled():
 
 def test_the_same_question_is_answered_from_memory_and_another_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[list[str]] = []
+    timed: dict[str, bool] = {}
 
     def counting(programs: Any, *args: Any, **kwargs: Any) -> Any:
         compiled.append([program.key for program in programs])
+        timed.update({key: not kwargs["is_enough"](key) for key in compiled[-1]})
         return compile_programs(programs, *args, **kwargs)
 
     monkeypatch.setattr(measure_module, "compile_programs", counting)
@@ -244,6 +246,11 @@ def test_the_same_question_is_answered_from_memory_and_another_is_not(monkeypatc
     rj.measure(job, "full")
     rj.measure(workload(True, rows=64), "full")
     assert len(compiled) == 5
+    assert timed == {"full": True, "dots": True, "off": False}, "what is only compared needs no time"
+    rj.measure(job, "offload_inputs", memory_only=True)  # compared with full, which saves the same
+    rj.measure(job, "offload_dot_with_no_batch_dims")
+    more = {"offload_dot_with_no_batch_dims": True, "dots_with_no_batch_dims": False}
+    assert timed == {"full": False, "dots": True, "off": False, "offload_inputs": False} | more
 
 
 @needs_gpu_compiler

@@ -87,7 +87,7 @@ def test_what_was_compiled_before_the_timeout_is_kept(folder: pathlib.Path, monk
         raise NotDoneError("timeout")
 
     monkeypatch.setattr(compiler, "_answers", late)
-    methods = {"require": None, "limit_options": {}, "entry": {"compiler_options": {}}, "read": SIZES, "read_unfinished": None}
+    methods = {"require": None, "limit_options": {}, "entry": {"compiler_options": {}}, "read": SIZES, "knows_memory": False}
     backend = types.SimpleNamespace(**{name: lambda *_, answer=answer: answer for name, answer in methods.items()})
     monkeypatch.setattr(compiler, "backend_of", lambda _: backend)
     messages: list[str] = []

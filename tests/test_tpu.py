@@ -122,7 +122,7 @@ def test_the_memory_is_known_if_the_timeout_ends_the_compilation(monkeypatch: py
 
 @pytest.mark.versions
 def test_no_machine_code_is_waited_for_if_only_the_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the largest batch, for the shapes of results on a mesh, and in a plan if no step has a time soon."""
+    """For the largest batch, if `measure` is asked so, for shapes on a mesh, and in a plan if no step has a time soon."""
     monkeypatch.setattr(process, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(compile_candidates, "_SHARE_FOR_TIMES", 0.0)
     workload = job(scan=False, rows=8 * ROWS, width=WIDTH)
@@ -131,6 +131,8 @@ def test_no_machine_code_is_waited_for_if_only_the_memory_counts(monkeypatch: py
     assert plan.seconds and not plan.timed and len(plan.tried) > 2
     assert plan.cut_short and any("time is an estimate" in note for note in plan.notes)
     assert (dict(plan.tried)["full"], error) == (least, None)
+    asked = rj.measure(workload, "full", "v5e", memory_only=True)
+    assert (asked.device_bytes, asked.seconds, asked.warnings) == (least, None, ())
     slice_ = target("4xv5e")
     program = export_step("step", job().on_mesh("fsdp=4").step("full"), slice_)
     early = compiler.result_shapes(program, slice_, timeout=300)
@@ -141,12 +143,9 @@ def test_no_machine_code_is_waited_for_if_only_the_memory_counts(monkeypatch: py
 
 
 def test_files_of_the_compiler_are_read_once_the_last_is_there(tmp_path: Path) -> None:
-    backend, v5e = backend_of(target("v5e")), target("v5e")
-    program = export_step("step", job().step("full"), v5e)
     (tmp_path / "dump").mkdir()
     (tmp_path / "dump" / "m.x-buffer-assignment.txt").write_text("allocation 0: size 64, para", encoding="utf-8")
-    assert not backend.knows_memory(tmp_path)
-    assert backend.read_unfinished(tmp_path, program, v5e) is None is backend.unfinished_results(tmp_path)
+    assert not backend_of(target("v5e")).knows_memory(tmp_path)
 
 
 def test_what_the_hardware_refuses_and_takes() -> None:
@@ -179,6 +178,22 @@ def test_unrolled_offload_frees_memory() -> None:
     assert plain.device_bytes - offloaded.device_bytes >= 0.6 * moved
     assert offloaded.overlap is not None
     assert offloaded.overlap.back.covered > 0.6 * offloaded.overlap.back.coverable
+
+
+class Attention(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + nn.MultiHeadDotProductAttention(num_heads=4)(nn.LayerNorm()(x))
+        return x + nn.Dense(x.shape[-1])(nn.gelu(nn.Dense(4 * x.shape[-1])(nn.LayerNorm()(x))))
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_unrolled_offload_keeps_one_copy_of_attentions_scores(chip: str) -> None:
+    layers, x = 4, struct(16, 512, 256)
+    workload = mean_square(Stack(Attention, layers, scan=False), x, Attention, optimizer=optax.sgd(1e-3))
+    plain, offloaded = measure_many(workload, ["full", "offload_inputs"], chip, memory_only=True)
+    assert offloaded.host_bytes == layers * x.size * 4
+    assert plain.device_bytes - offloaded.device_bytes >= 0.4 * offloaded.host_bytes, "the scores have 4 times the host's bytes"
 
 
 def test_a_mesh_over_two_slices() -> None:

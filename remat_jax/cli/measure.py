@@ -79,7 +79,8 @@ def measure(
     """Compile a training step under each policy with the target's own compiler, and measure the memory that the step needs.
 
     FILE:FUNCTION names a training step (with --args), or a function without arguments that returns a remat_jax.Workload. No GPU
-    is needed; with --target attached, each step also runs on this machine's GPU.
+    is needed; with --target attached, each step also runs on this machine's GPU. The tables have no times; --json and --diff
+    have them, and for a TPU then compile to the end, which takes minutes.
     """
     with answering(as_json) as answer:
         names = _distinct(policy, diff)
@@ -106,7 +107,9 @@ def measure(
                 step = f"compiled {name[:_MOST_LETTERS]} for {described.name}"
                 show_step(step, min(next(done), len(policies)), len(policies))
 
-            options: dict[str, Any] = {"memory_limit": limit, "seek_effect": True}
+            # The tables have no times, and for a TPU the machine code, from which they follow, takes minutes.
+            memory_only = not (as_json or diff)
+            options: dict[str, Any] = {"memory_limit": limit, "seek_effect": True, "memory_only": memory_only}
             measured = measure_many(job, [*policies.values()], described, timeout, compiled, **options)
             reports = [_called(name, report) for name, report in zip(policies, measured, strict=True)]
             change = None

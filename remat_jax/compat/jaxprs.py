@@ -233,15 +233,19 @@ def new_primitive(name: str, evaluate: Callable[..., Any], *, multiple_results: 
     return primitive
 
 
-def optimization_barrier(operands: Any) -> Any:
+def optimization_barrier(operands: Any, *, on_tpu: Sequence[int] | None = None) -> Any:
     """`jax.lax.optimization_barrier`, without a barrier in its derivative.
 
     JAX's derivative of a barrier is a barrier. If an operand in host memory has no cotangent, this derivative creates zeros
     for it in device memory, which is an error. In a `shard_map` that checks how values vary over mesh axes, JAX before 0.12
     gives all outputs of a barrier the axes of the operand that varies over the most axes, which changes the outputs' types.
+
+    `on_tpu`: the places of the leaves that pass through the barrier on a TPU; None for all. XLA:TPU drops barriers, but only
+    after it has chosen layouts and fusions, so that an array in a barrier is written to memory, perhaps twice.
     """
     leaves, treedef = jax.tree.flatten(operands)
-    return jax.tree.unflatten(treedef, _barrier_p.bind(*leaves) if leaves else [])
+    places = None if on_tpu is None else tuple(on_tpu)
+    return jax.tree.unflatten(treedef, _barrier_p.bind(*leaves, on_tpu=places) if leaves else [])
 
 
 def varying_axes(value: Any) -> str:
@@ -250,7 +254,7 @@ def varying_axes(value: Any) -> str:
     return str(getattr(aval, "mat", None) or getattr(aval, "vma", None))
 
 
-def _barriers(*leaves: Any) -> list[Any]:
+def _barriers(*leaves: Any, on_tpu: Any = None) -> list[Any]:
     """The `leaves`, with one barrier for each group of operands that vary over the same mesh axes."""
     held = list(leaves)
     all_axes = list(map(varying_axes, leaves))
@@ -261,13 +265,21 @@ def _barriers(*leaves: Any) -> list[Any]:
     return held
 
 
+def _barriers_on_tpu(*leaves: Any, on_tpu: tuple[int, ...] | None) -> list[Any]:
+    if on_tpu is None:
+        return _barriers(*leaves)
+    held = dict(zip(on_tpu, _barriers(*(leaves[place] for place in on_tpu)), strict=True))
+    return [held.get(place, leaf) for place, leaf in enumerate(leaves)]
+
+
 # The primitive has the name of JAX's barrier, so that readers of a program treat it as a barrier.
 _barrier_p = new_primitive("optimization_barrier", _barriers)
 # A block that offloads has barriers, and may return what it offloads: `jit` of a `jax.vjp` returns the residuals.
 mlir.register_lowering(_barrier_p, keeping_memories(mlir.lower_fun(_barriers, multiple_results=True)))
-_barrier_p.def_abstract_eval(lambda *avals: list(avals))
-ad.primitive_jvps[_barrier_p] = lambda primals, tangents: (_barrier_p.bind(*primals), tangents)
-batching.primitive_batchers[_barrier_p] = lambda args, axes: (_barrier_p.bind(*args), axes)
+mlir.register_lowering(_barrier_p, keeping_memories(mlir.lower_fun(_barriers_on_tpu, multiple_results=True)), platform="tpu")
+_barrier_p.def_abstract_eval(lambda *avals, **_: list(avals))
+ad.primitive_jvps[_barrier_p] = lambda primals, tangents, **places: (_barrier_p.bind(*primals, **places), tangents)
+batching.primitive_batchers[_barrier_p] = lambda args, axes, **places: (_barrier_p.bind(*args, **places), axes)
 
 
 # --- vmap ---------------------------------------------------------------------------------------------------------------

@@ -9,13 +9,17 @@ So barriers make each matmul that computes a cotangent x̄ wait for earlier resu
 computed and later equations read, and for every w̄ that is at least two matmuls old. Waiting for a newer w̄ would keep XLA from
 fusing the element-wise backward pass of an activation function with the recomputation of the function's output. Then one more
 array would be in device memory.
+
+XLA:TPU drops barriers, but only after it has chosen layouts and fusions. An array of the size of the attention probabilities
+that passes through a barrier is copied to another layout, which costs more memory than the offload frees. So on a TPU such a
+barrier holds only finished w̄ and the matmul's operands.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -51,8 +55,9 @@ def in_program_order(
         if _is_fetch(eqn):
             env[eqn.outvars[0]] = compat.fetched(value_of(eqn.invars[0], env), cotangents)
             continue
-        held = barriers.get(index, [])
-        env.update(zip(held, fetches.before(index, [env[var] for var in held]), strict=True))
+        barrier = barriers.get(index, _NO_BARRIER)
+        values = fetches.before(index, [env[var] for var in barrier.held], barrier.on_tpu)
+        env.update(zip(barrier.held, values, strict=True))
         evaluate_equations([eqn], env, lambda *_: None)
     return [value_of(atom, env) for atom in jaxpr.outvars], fetches.values
 
@@ -79,12 +84,22 @@ _MOVES = ("transpose", "reshape", "convert_element_type", "broadcast_in_dim", "p
 _MATMULS_LATE = 2  # a matmul waits for weight gradients that are at least this many matmuls old
 
 
-def _barriers(jaxpr: Jaxpr, num_residuals: int) -> dict[int, list[Any]]:
-    """The barriers to insert: index of an equation → the variables that pass through one barrier before it."""
+class _Barrier(NamedTuple):
+    """The variables that pass through a barrier, and the places of those that pass through it on a TPU."""
+
+    held: list[Any]
+    on_tpu: list[int]
+
+
+_NO_BARRIER = _Barrier([], [])
+
+
+def _barriers(jaxpr: Jaxpr, num_residuals: int) -> dict[int, _Barrier]:
+    """The barriers to insert: index of an equation → the barrier before it."""
     order, barriers = _Order(jaxpr, num_residuals), {}
     for index, eqn in enumerate(jaxpr.eqns):
-        if held := order.before(index, eqn):
-            barriers[index] = held
+        if (barrier := order.before(index, eqn)).held:
+            barriers[index] = barrier
         order.after(index, eqn)
     return barriers
 
@@ -102,19 +117,20 @@ class _Fetches:
         self._waits = waits
         self._starts = starts
         self._under_way: list[int] = []
-        self.before(None, [])
+        self.before(None, *_NO_BARRIER)
 
-    def before(self, index: int | None, held: list[Any]) -> list[Any]:
-        """Start the copies that are due before equation `index`. Returns the values `held`, passed through a barrier."""
+    def before(self, index: int | None, held: list[Any], on_tpu: Sequence[int]) -> list[Any]:
+        """Start the copies that are due before equation `index`. Returns the values `held`, passed through a `_Barrier`."""
         for number in self._starts.get(index, []):
             earlier = self._under_way[-2:-1]
             copies = [self.values[place] for place in earlier]
-            held, copies, value = compat.optimization_barrier((held, copies, self.values[number]))
+            places = [*on_tpu, *range(len(held), len(held) + len(copies) + 1)]
+            held, copies, value = compat.optimization_barrier((held, copies, self.values[number]), on_tpu=places)
             for place, copy in zip(earlier, copies, strict=True):
                 self.values[place] = copy
             self.values[number] = compat.fetched(value, self._waits)
             self._under_way.append(number)
-        return held if index in self._starts else compat.optimization_barrier(held)
+        return held if index in self._starts else compat.optimization_barrier(held, on_tpu=on_tpu)
 
 
 def _starts(jaxpr: Jaxpr, places: Sequence[int], others: Sequence[Any]) -> dict[int | None, list[int]]:
@@ -146,20 +162,21 @@ class _Order:
         self._made: dict[Any, int] = {}  # finished gradient for which no matmul has waited yet → matmuls before it
         self._parked: dict[Any, None] = {}  # cotangents that a matmul computed and later equations read
 
-    def before(self, index: int, eqn: JaxprEqn) -> list[Any]:
-        """The variables to pass through one barrier before equation `index`; empty for most equations."""
+    def before(self, index: int, eqn: JaxprEqn) -> _Barrier:
+        """The barrier before equation `index`; it holds nothing for most equations."""
         operands = [atom for atom in variables(eqn.invars) if atom in self._travelling]
         if eqn.primitive.name not in _MATMULS or not operands:
-            return []
+            return _NO_BARRIER
         self._matmuls += 1
         if eqn.outvars[0] in self._leaving:
-            return []
+            return _NO_BARRIER
         late = [var for var, at in self._made.items() if self._matmuls - at >= _MATMULS_LATE]
         waited_for = [*late, *(var for var in self._parked if var not in operands)]
         for var in late:
             del self._made[var]
         alive = [var for var in self._travelling if var not in self._leaving and self._last_use.get(var, -1) >= index]
-        return list(dict.fromkeys([*waited_for, *alive])) if waited_for else []
+        held = list(dict.fromkeys([*waited_for, *alive])) if waited_for else []
+        return _Barrier(held, [held.index(var) for var in dict.fromkeys([*late, *operands]) if late])
 
     def after(self, index: int, eqn: JaxprEqn) -> None:
         """Record the outputs of equation `index`."""

@@ -158,7 +158,7 @@ def frees_nothing(observed: Observed, report: MemoryReport, target: Target, time
     """A policy under which the compiled step needs as much device memory as without checkpoints."""
     if observed.policies is None or report.receipt is not None or report.replaced_checkpoints:
         return
-    problem = without_effect(report, measure(observed.workload, "off", target, timeout))
+    problem = without_effect(report, measure(observed.workload, "off", target, timeout, memory_only=True))
     if problem is not None:
         yield Finding(
             "frees_nothing",

@@ -24,7 +24,8 @@ from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, check_timeout
 from remat_jax.memory.compile.process import Children
 from remat_jax.memory.compile.sizes import Sizes
-from remat_jax.memory.report import MemoryReport, Receipt
+from remat_jax.memory.receipt import receipt_of
+from remat_jax.memory.report import MemoryReport
 from remat_jax.memory.residuals import ResidualTable, kept_residuals, residuals
 from remat_jax.policy import Action, LayerPolicies, Policy, PolicyRule, as_block_policy, is_off
 from remat_jax.report.activity import activity
@@ -41,6 +42,7 @@ def measure(
     timeout: float = DEFAULT_TIMEOUT,
     *,
     memory_limit: Any = None,
+    memory_only: bool = False,
 ) -> MemoryReport:
     """The memory of one training step of `workload` under `policy`, compiled for `target`, which need not be here.
 
@@ -62,6 +64,8 @@ def measure(
         XLA rematerialises by itself to meet the limit, but the step may still need more. To run the step as it was measured,
         use `jax.jit(step, compiler_options=report.compiler_options)`. None means XLA's own limit, on a GPU about 76 % of device
         memory; a larger `memory_limit` has no effect.
+      memory_only: for a TPU, end the compilation once the memory is known, usually after seconds. The time is then unknown; it
+        needs the machine code, which takes minutes.
 
     Raises:
       TargetError: the target is unknown, XLA cannot compile for it, or it is `"attached"` and this machine has no GPU.
@@ -80,7 +84,8 @@ def measure(
     >>> measure(job, "full").argument_bytes  # two kernels, two biases, the batch
     640
     """
-    report = measure_many(workload, [policy], target, timeout, memory_limit=memory_limit, seek_effect=True)[0]
+    options: dict[str, Any] = {"memory_limit": memory_limit, "memory_only": memory_only}
+    report = measure_many(workload, [policy], target, timeout, seek_effect=True, **options)[0]
     warn(report.warnings)
     return report
 
@@ -93,11 +98,13 @@ def measure_many(
     on_done: Callable[[str], None] | None = None,
     *,
     memory_limit: Any = None,
+    memory_only: bool = False,
     seek_effect: bool = False,
 ) -> list[MemoryReport]:
     """`measure` for several policies, compiled in parallel. `on_done` gets each policy's text from another thread.
 
-    Without `seek_effect` no other step is compiled to know whether a policy frees nothing.
+    Without `seek_effect` no other step is compiled to know whether a policy frees nothing. With `memory_only` no warning says
+    that a time is unknown.
     """
     described = target if isinstance(target, Target) else target_named(target)
     limit = limit_bytes(memory_limit, described)
@@ -115,11 +122,13 @@ def measure_many(
             on_done(_text(policy))
     known = dict(cached)
     if new:
-        reports = _measured(workload, new, described, timeout, on_done, limit, trace_off=seek_effect and not beside)
+        timed = [] if memory_only else checked
+        reports = _measured(workload, new, described, timeout, on_done, limit, timed, trace_off=seek_effect and not beside)
         known.update(zip(((policy, settings) for policy in new), reports, strict=True))
         cached.update((key, report) for key, report in known.items() if not report.unfinished)
     without = known.get((off, settings))
-    return [_with_effect(known[policy, settings], None if is_off(policy) else without) for policy in checked]
+    made = [_with_effect(known[policy, settings], None if is_off(policy) else without) for policy in checked]
+    return [replace(report, no_time="") if memory_only and report.unfinished else report for report in made]
 
 
 def _with_effect(report: MemoryReport, without: MemoryReport | None) -> MemoryReport:
@@ -209,14 +218,18 @@ def _measured(
     timeout: float,
     on_done: Callable[[str], None] | None,
     limit: int | None,
+    timed: Sequence[Any],
     *,
     trace_off: bool,
 ) -> list[MemoryReport]:
+    """The reports of `policies`. The times of those that are not among `timed` are not waited for."""
     baselines = [_baseline(workload, policy) for policy in policies]
     keys = _keys([each for pair in zip(policies, baselines, strict=True) for each in pair if each is not None])
     programs = {key: export_step(key, _step(workload, policy), described) for policy, key in keys.items()}
+    need_times = {keys[policy] for policy in policies if policy in timed}
     with ThreadPoolExecutor(1) as pool, Children() as children:
         options: dict[str, Any] = {"timeout": timeout, "memory_limit": limit, "on_done": on_done, "children": children}
+        options["is_enough"] = lambda key: key not in need_times
         compiling = pool.submit(compile_programs, list(programs.values()), described, **options)
         # Trace the losses while the steps are compiled.
         tables = [_residuals(workload, policy) for policy in policies]
@@ -347,7 +360,7 @@ def _report(
         alias_bytes=sizes.alias,
         residual_device_bytes=kept.device_bytes if kept else None,
         residual_host_bytes=kept.host_bytes if kept else None,
-        receipt=_receipt(sizes, baseline, kept, target) if offers else None,
+        receipt=receipt_of(sizes, baseline, kept, target) if offers else None,
         live=sizes.live,
         measured_peak_bytes=None,
         jax_version=jax.__version__,
@@ -367,34 +380,3 @@ def _report(
         assumed_rates=time.assumed if time else (),
         replaced_checkpoints=0 if is_off(policy) else workload.replaced_checkpoints,
     )
-
-
-def _receipt(sizes: Sizes, baseline: Sizes | None, kept: ResidualTable | None, target: Target) -> Receipt:
-    offered = kept.host_bytes if kept else None
-    returned = baseline.device - sizes.device if baseline else None
-    warnings, is_miscompiled = [], backend_of(target).separate_host_memory and sizes.is_miscompiled
-    if offered == 0:
-        stays = "; inputs that several blocks read stay on the device" if kept and kept.shared else ""
-        warnings.append(f"the policy offloads nothing that the backward pass reads{stays}")
-    if not backend_of(target).separate_host_memory:
-        warnings.append("a CPU has one memory: offloaded arrays stay in temp, and host_bytes is 0; ask for a GPU or TPU target")
-    else:
-        on_host = sizes.host_temp * target.devices
-        if offered is not None and on_host < offered:
-            warnings.append(f"only {format_bytes(on_host)} of the {format_bytes(offered)} offered are in host memory")
-        if returned is not None and returned <= 0:
-            warnings.append(
-                f"offload frees no device memory: the step needs {format_bytes(-returned)} more than with the offloaded arrays "
-                "saved on the device"
-            )
-        if is_miscompiled:
-            evidence = (
-                "as the compiled step shows: gradients are"
-                if sizes.miscompiled
-                else "and this step's copies could not be checked: gradients may be"
-            )
-            warnings.append(
-                f"JAX {jax.__version__} miscompiles offload inside scan for GPUs, {evidence} silently wrong "
-                f"(openxla/xla#46231). The memory figures are right. To run the step, use {compat.SCANNED_OFFLOAD_REMEDY}"
-            )
-    return Receipt(offered, sizes.host_temp, returned, tuple(warnings), kept.shared if kept else (), is_miscompiled)

@@ -79,7 +79,7 @@ class Compiler:
         """Whether too little time is left to trace another step and to count the FLOPs that the plan recomputes."""
         return self._left(best) < 2 * self._tracing
 
-    def _is_enough(self) -> bool:
+    def _is_enough(self, key: str) -> bool:
         """Whether a step's memory is enough, and its time is not waited for."""
         no_times = not self._has_times and self.deadline - time.monotonic() < (1 - _SHARE_FOR_TIMES) * self.timeout
         return self.memory_only or no_times

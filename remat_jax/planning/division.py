@@ -55,8 +55,8 @@ class Shares:
 def residual_shares(workload: Workload, target: Target, *, timeout: float = DEFAULT_TIMEOUT) -> Shares:
     """The share of each residual on one device of the workload's mesh; compiles one step for `target`.
 
-    Equal parts on all devices are assumed if the compiler refuses this step because it does not fit, as on a TPU, and for a
-    finished step, whose loss takes arrays of unknown shardings.
+    Equal parts on all devices are assumed if the compiler refuses this step because it does not fit, as on a TPU, if the shapes
+    cannot be read, and for a finished step, whose loss takes arrays of unknown shardings.
     """
     check_devices(workload, target)
     if not workload.has_loss:

@@ -35,7 +35,7 @@ def compile_programs(
     on_done: Callable[[str], None] | None = None,
     kernels: Kernels | None = None,
     children: Children | None = None,
-    is_enough: Callable[[], bool] = lambda: False,
+    is_enough: Callable[[str], bool] = lambda key: False,
 ) -> dict[str, Sizes]:
     """A dict from each program's key to its `Sizes` on `target`, from the cache or compiled in parallel processes.
 
@@ -47,8 +47,8 @@ def compile_programs(
       kernels: compiled GPU kernels to reuse, from earlier calls for the same target with the same options.
       children: this call adds its processes to `children`, so that the caller can kill them. If this call runs several
         processes and one of them fails, all of `children` are killed.
-      is_enough: asked each second, in another thread. While it is true, a process is ended if the sizes of all its programs
-        are known, as by the timeout.
+      is_enough: asked each second, in other threads, whether the sizes of the program with this key are enough. If so, its
+        compilation is ended once they are known (`Backend.knows_memory`).
     """
     backend = backend_of(target)
     backend.require(target)
@@ -79,7 +79,7 @@ def compile_programs(
 def result_shapes(program: ExportedProgram, target: Target, *, timeout: float) -> Sequence[tuple[int, ...]] | None:
     """The shapes of the results of `program` on each device of a mesh, as the compiler shards them.
 
-    None if the compiler refuses the program because it does not fit (`Sizes.refusal`).
+    None if the compiler refuses the program because it does not fit (`Sizes.refusal`), or if the shapes cannot be read.
     """
     backend = backend_of(target)
     backend.require(target)
@@ -88,18 +88,13 @@ def result_shapes(program: ExportedProgram, target: Target, *, timeout: float) -
     if shapes is None:
         with scratch() as folder:
             begun = folder / "0"
-            limits = None, lambda keys: backend.knows_memory(begun)
-            entry = _entry(begun, program, target, {})
-            try:
-                answers = _answers([entry], target, timeout, folder, lambda answer: None, Kernels(folder), *limits)
-            except NotDoneError:
-                results = backend.unfinished_results(begun)
-                if results is None:
-                    raise
-                answers = {program.key: {"results": results}}
-        if "refusal" in answers[program.key]:
-            return None
-        shapes = tuple(map(tuple, answers[program.key]["results"]))
+            entry, unheard = _entry(begun, program, target, {}), lambda answer: None
+            answers = _answers([entry], target, timeout, folder, unheard, Kernels(folder), None, lambda key: True)
+            answer = answers[program.key]
+            results = backend.unfinished_results(begun) if _ENDED in answer else answer["results"]
+            if "refusal" in answer or results is None:
+                return None
+        shapes = tuple(map(tuple, results))
         cache.write(digest, target, shapes)
     return shapes
 
@@ -112,7 +107,7 @@ def _compiled(
     tell: Callable[[str], None],
     kernels: Kernels | None,
     children: Children | None,
-    is_enough: Callable[[], bool],
+    is_enough: Callable[[str], bool],
 ) -> Iterator[tuple[str, Sizes]]:
     """Each program's key and sizes; after a failure or the timeout, those that are known, then the error.
 
@@ -128,24 +123,27 @@ def _compiled(
             answers[answer["key"]] = answer
             tell(answer["key"])
 
-        def enough(keys: Sequence[str]) -> bool:
-            return is_enough() and all(key in answers or backend.knows_memory(folders[key]) for key in keys)
-
         try:
-            answers = _answers(entries, target, timeout, folder, arrived, kernels or Kernels(folder), children, enough)
+            answers.update(_answers(entries, target, timeout, folder, arrived, kernels or Kernels(folder), children, is_enough))
         except NotDoneError:
-            late = [program for program in programs if program.key not in answers]
-            unfinished = {program.key: backend.read_unfinished(folders[program.key], program, target) for program in late}
-            for key, sizes in unfinished.items():
-                if sizes is not None:
-                    tell(key)
-                    yield key, sizes
-            if None in unfinished.values():
+            late = [key for key in folders if key not in answers]
+            for key in filter(lambda key: backend.knows_memory(folders[key]), late):
+                arrived(_ended(key))
+            if not answers.keys() >= folders.keys():
                 raise
         finally:
             for program in programs:
-                if program.key in answers:
-                    yield program.key, backend.read(answers[program.key], folders[program.key], program, target)
+                if (answer := answers.get(program.key)) is not None:
+                    files = folders[program.key], program, target
+                    yield program.key, backend.read_unfinished(*files) if _ENDED in answer else backend.read(answer, *files)
+
+
+_ENDED = "ended"
+
+
+def _ended(key: str) -> dict[str, Any]:
+    """In place of the answer of the compile process: its compilation was ended once the memory was known."""
+    return {"key": key, _ENDED: True}
 
 
 def _entry(folder: Path, program: ExportedProgram, target: Target, options: dict[str, Any]) -> dict[str, Any]:
@@ -166,30 +164,50 @@ def _answers(
     arrived: Callable[[dict[str, Any]], None],
     kernels: Kernels,
     children: Children | None = None,
-    enough: Callable[[Sequence[str]], bool] = lambda keys: False,
+    is_enough: Callable[[str], bool] = lambda key: False,
 ) -> dict[str, dict[str, Any]]:
+    """The answer of the compile process for each entry; `_ended` if the sizes were enough (`compile_programs`)."""
     side_by_side = max(1, min(len(entries), os.cpu_count() or 1, MOST_CHILDREN))
     backend = backend_of(target)
     environment, for_all = backend.environment(target), backend.call_options(folder)
     ends = time.monotonic() + timeout
-    running = children or Children()
+    running, answered = children or Children(), set[str]()
+    # A process compiles one part of the entries. What may be ended is a part of its own, so that nothing else ends with it.
+    alone = [entry for entry in entries if is_enough(entry["key"])]
+    others = [entry for entry in entries if entry not in alone]
+    parts = [part for number in range(side_by_side) if (part := others[number::side_by_side])] + [[entry] for entry in alone]
+
+    def told(answer: dict[str, Any]) -> None:
+        answered.add(answer["key"])
+        arrived(answer)
+
+    def is_known(entry: Mapping[str, Any]) -> bool:
+        return is_enough(entry["key"]) and backend.knows_memory(Path(entry["path"]).parent)
 
     def asked(part: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        def enough() -> bool:
+            late = [entry for entry in part if entry["key"] not in answered]
+            return bool(late) and all(map(is_known, late))
+
         left = min(timeout, max(1.0, ends - time.monotonic()))
         programs = [entry | {"compiler_options": {**for_all, **options, **entry["compiler_options"]}} for entry in part]
         request = {"programs": programs, "topology": backend.topology(target), "folder": str(folder)}
         doing, keys = f"compiling for target={target.name!r}", [entry["key"] for entry in part]
-        limits: dict[str, Any] = {"left": left, "enough": functools.partial(enough, keys)}
-        return ask(Question(CHILD, request, keys, doing, environment, timeout, again=True, **limits), arrived, running)
+        limits: dict[str, Any] = {"left": left, "enough": enough}
+        answers = ask(Question(CHILD, request, keys, doing, environment, timeout, again=True, **limits), told, running)
+        for key in keys:
+            if key not in answers:
+                answers[key] = _ended(key)
+                told(answers[key])
+        return answers
 
-    def run(number: int) -> dict[str, dict[str, Any]]:
-        part = entries[number::side_by_side]
+    def run(part: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         return backend.ask(functools.partial(asked, part), kernels)
 
     if side_by_side == 1:
-        return run(0)
+        return {key: answer for part in parts for key, answer in run(part).items()}
     with ThreadPoolExecutor(side_by_side) as pool, running:
-        parts = [pool.submit(run, number) for number in range(side_by_side)]
-        ended, _ = wait(parts, return_when=FIRST_EXCEPTION)
+        futures = [pool.submit(run, part) for part in parts]
+        ended, _ = wait(futures, return_when=FIRST_EXCEPTION)
         # Read finished parts first, so that a failure is raised at once and the other processes are killed.
-        return {key: answer for part in (*ended, *parts) for key, answer in part.result().items()}
+        return {key: answer for future in (*ended, *futures) for key, answer in future.result().items()}

@@ -70,7 +70,7 @@ class Question:
       doing, who: words for error messages: the activity, and the program that refuses a key.
       timeout, left: the limit in seconds for all keys together, and the seconds of it that remain; None if all remain.
       again: whether the child waits for another question after it prints `{"done": true}`, because starting a process is slow.
-      enough: asked each second; once it is true, the child is ended as by the timeout.
+      enough: asked each second; once it is true, the child is ended, and what it has answered is returned.
     """
 
     child: Path
@@ -147,7 +147,8 @@ def ask(
             _idle.give_back(child)
         else:
             child.end()
-    _raise_for(question, answers, failed, status, child.expired, output)
+    missing = [] if child.answered_enough else [key for key in question.keys if key not in answers]
+    _raise_for(question, missing, failed, status, child.expired, output)
     return answers
 
 
@@ -155,10 +156,12 @@ def _watch(child: _Child, question: Question, answered: threading.Event) -> None
     """End the child after the timeout, or once what is known is enough, unless it has answered."""
     ends = time.monotonic() + (question.timeout if question.left is None else question.left)
     while not answered.wait(min(_POLL_SECONDS, max(0.0, ends - time.monotonic()))):
-        is_enough = False
         with contextlib.suppress(Exception):  # else the timeout would be lost with this thread
-            is_enough = question.enough()
-        if is_enough or time.monotonic() >= ends:
+            child.answered_enough = question.enough()
+        if child.answered_enough:
+            child.kill()
+            return
+        if time.monotonic() >= ends:
             child.expire()
             return
 
@@ -203,7 +206,7 @@ class _Child:
 
     def __init__(self, question: Question) -> None:
         self.kind = question.kind
-        self.killed = self.expired = False
+        self.killed = self.expired = self.answered_enough = False
         self.waits_since = 0.0
         self._errors: TextIO = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         self.process = subprocess.Popen(
@@ -307,8 +310,7 @@ class NotDoneError(CompileError):
     """The timeout ended a compilation."""
 
 
-def _raise_for(question: Question, answers: dict[str, Any], failed: str, status: int, expired: bool, output: str) -> None:
-    missing = [key for key in question.keys if key not in answers]
+def _raise_for(question: Question, missing: Sequence[str], failed: str, status: int, expired: bool, output: str) -> None:
     if expired and missing and not failed:
         raise NotDoneError(
             f"{question.doing}: not done after timeout={question.timeout:.3g} s, stopped at policy={missing[0]!r}. "

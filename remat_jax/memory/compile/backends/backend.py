@@ -81,16 +81,16 @@ class Backend(abc.ABC):
         """The sizes of one program, from the compile process's answer and from the files in `folder` (`entry`)."""
 
     def knows_memory(self, folder: Path) -> bool:
-        """Whether the sizes of a program are known before its compilation ends (`read_unfinished`)."""
+        """Whether the sizes of a program are known already, before its compilation ends (`read_unfinished`)."""
         return False
 
-    def read_unfinished(self, folder: Path, program: ExportedProgram, target: Target) -> Sizes | None:
-        """The sizes of a program whose compilation was ended, without its time; None if they are not known yet."""
-        return None
+    def read_unfinished(self, folder: Path, program: ExportedProgram, target: Target) -> Sizes:
+        """The sizes of a program whose compilation was ended, without its time, once `knows_memory`."""
+        raise NotImplementedError
 
     def unfinished_results(self, folder: Path) -> Sequence[Sequence[int]] | None:
-        """The shapes of a program's results on each device once the memory is known (`knows_memory`); else None."""
-        return None
+        """The shapes of a program's results on each device, once `knows_memory`; None if they cannot be read."""
+        raise NotImplementedError
 
     def cores(self, target: Target) -> int | None:
         """JAX's number of cores in a device, which Pallas kernels may read; None where JAX has no such number."""

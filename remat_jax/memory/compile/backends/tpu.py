@@ -104,17 +104,14 @@ class TpuBackend(Backend):
         """Whether the memory is assigned. That takes seconds; machine code, which alone gives the cycles, takes minutes."""
         return XlaFiles(folder).is_dumped("after_buffer_assignment.txt")  # written after the files that are read
 
-    def read_unfinished(self, folder: Path, program: ExportedProgram, target: Target) -> Sizes | None:
-        """The sizes once the memory is assigned, without a time."""
-        files = XlaFiles(folder)
-        if not self.knows_memory(folder):
-            return None
-        files.compiled_text.unlink(missing_ok=True)  # perhaps only a part of it was written
+    def read_unfinished(self, folder: Path, program: ExportedProgram, target: Target) -> Sizes:
+        """The sizes, from the files of `knows_memory`."""
+        XlaFiles(folder).compiled_text.unlink(missing_ok=True)  # perhaps only a part of it was written
         return replace(self.read({}, folder, program, target), time=None, no_time=UNFINISHED)
 
     def unfinished_results(self, folder: Path) -> Sequence[Sequence[int]] | None:
         """The shapes of the arrays that the optimised program returns."""
-        module = XlaFiles(folder).optimised("after_optimizations.txt") if self.knows_memory(folder) else None
+        module = XlaFiles(folder).optimised("after_optimizations.txt")
         return None if module is None else [array.dims for array in arrays_of(module.entry.root.shape)]
 
     def read(self, answer: Mapping[str, Any], folder: Path, program: ExportedProgram, target: Target) -> Sizes:
@@ -123,16 +120,16 @@ class TpuBackend(Backend):
         assignment = files.dumped("after_optimizations-buffer-assignment.txt")
         if assignment is None:
             raise CompileError(f"compiling for target={target.name!r}: {refusal or 'XLA wrote no buffer assignment'}")
-        final = files.compiled()
-        time, no_time = (None, REFUSED) if refusal else modelled_time(final, target, program)
-        live, timeline = files.live(files.optimised("after_optimizations.txt"), program)
+        optimised = files.optimised("after_optimizations.txt")
+        time, no_time = (None, REFUSED) if refusal else modelled_time(files.compiled(), target, program)
+        live, timeline = files.live(optimised, program)
         return Sizes(
             **_sizes(assignment),
             live=live,
             timeline=timeline,
             time=time,
             no_time=no_time,
-            collectives=read_collectives(final) if final is not None and program.mesh else None,
+            collectives=read_collectives(optimised) if optimised is not None and program.mesh else None,
             refusal=refusal,
         )
 
