@@ -2,6 +2,7 @@
 
 python docs/notes/tpu.py            where the offloaded inputs of unrolled layers are, on a v5p
 python docs/notes/tpu.py package    the same with the package, on several chips
+python docs/notes/tpu.py attention  unrolled transformer layers, on all chips
 python docs/notes/tpu.py limits     the largest array that a step can update on each chip
 """
 
@@ -27,6 +28,7 @@ from jax import export, lax
 from jax.experimental import topologies
 
 import remat_jax as rj
+from remat_jax.memory.measure import measure_many
 
 LAYERS, WIDTH, ROWS, MIB = 8, 2048, 16384, 2**20
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -271,6 +273,35 @@ def package(chips: Sequence[str] = ("v5e", "v5p", "v6e")) -> None:
             print(f"| {chip} | {policy} | {sizes} | {(report.compute_seconds or 0) * 1e3:.0f} ms | {covered} |", flush=True)
 
 
+class Transformer(nn.Module):
+    """A transformer layer whose attention scores are in memory: 1 GiB in float32, 16 times the layer's input."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The layer's output."""
+        x = x + nn.MultiHeadDotProductAttention(num_heads=8)(nn.LayerNorm()(x))
+        return x + nn.Dense(x.shape[-1])(nn.gelu(nn.Dense(4 * x.shape[-1])(nn.LayerNorm()(x))))
+
+
+def attention(chips: Sequence[str] = ("v4", "v5e", "v5p", "v6e", "tpu7x")) -> None:
+    """Print the memory of eight unrolled transformer layers, with their inputs on the device and offloaded."""
+    model, x = nn.Sequential([Transformer() for _ in range(LAYERS)]), jax.ShapeDtypeStruct((32, 1024, 512), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(model.apply(params, x) ** 2)
+
+    job = rj.Workload(loss, params, (x,), Transformer, optimizer=optax.adam(1e-3))
+    print("| chip | `full` | `offload_inputs` | on the host |")
+    print("| --- | ---: | ---: | ---: |")
+    for chip in chips:
+        full, offloaded = measure_many(job, ["full", "offload_inputs"], chip, memory_only=True)
+        sizes = " | ".join(
+            f"{size / MIB:.0f} MiB" for size in (full.device_bytes, offloaded.device_bytes, offloaded.host_bytes)
+        )
+        print(f"| {chip} | {sizes} |", flush=True)
+
+
 def main() -> None:
     """Print the table of offloads."""
     device = described("v5p")
@@ -283,4 +314,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    {"limits": limits, "package": package}.get("".join(sys.argv[1:]), main)()
+    {"limits": limits, "package": package, "attention": attention}.get("".join(sys.argv[1:]), main)()
