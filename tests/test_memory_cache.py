@@ -81,6 +81,18 @@ def test_equal_programs_are_compiled_once_and_each_key_has_its_answer(folder: pa
     assert ask(program("d")) == {"d": sizes["a"]} and asked == ["a", "b"]
 
 
+def test_of_equal_programs_one_that_needs_its_time_decides(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    enough: dict[str, bool] = {}
+
+    def answer(programs: Any, *rest: Any) -> list[tuple[str, Sizes]]:
+        enough.update({exported.key: rest[-1](exported.key) for exported in programs})
+        return [(exported.key, SIZES) for exported in programs]
+
+    monkeypatch.setattr(compiler, "_compiled", answer)
+    ask(program("a"), program("b", 3.0), program("c"), name="cpu", is_enough=lambda key: key != "c")
+    assert enough == {"a": False, "b": True}
+
+
 def test_what_was_compiled_before_the_timeout_is_kept(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(entries: Any, target: Any, timeout: float, folder: Any, arrived: Callable[[Any], None], *_: Any) -> None:
         arrived({"key": entries[0]["key"]})

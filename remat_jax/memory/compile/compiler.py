@@ -65,8 +65,12 @@ def compile_programs(
             tell(program.key)
         else:
             new.setdefault(digest, program)  # equal programs are compiled once
+
+    def enough(key: str) -> bool:
+        return all(is_enough(other) for other, digest in digests.items() if digest == digests[key])
+
     if new:
-        for key, compiled in _compiled(list(new.values()), target, timeout, options, tell, kernels, children, is_enough):
+        for key, compiled in _compiled(list(new.values()), target, timeout, options, tell, kernels, children, enough):
             sizes[digests[key]] = replace(compiled, limit_options=limits[key])
             if not compiled.unfinished:
                 cache.write(digests[key], target, sizes[digests[key]])
