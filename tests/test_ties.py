@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +36,27 @@ def test_each_unrolled_offload_is_tied_and_nothing_else_is(policy: str) -> None:
         assert barriers(jax.grad(rj.checkpoint_blocks(loss, {Mlp: untied})), params, x) == 0
     lowered = jax.jit(gradient).lower(params, x).as_text()
     assert lowered.count("optimization_barrier") >= 3 * 2
+
+
+class Summed(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, b: jax.Array) -> jax.Array:
+        for number in range(5):
+            x = nn.Dense(4, use_bias=False, param_dtype=x.dtype)(x if number == 2 else jnp.tanh(x))
+            x = x + b if number == 1 else x
+        return x
+
+
+def test_a_matmuls_operand_may_be_a_gradient(x64: None) -> None:
+    """The cotangent of the sum with `b` is the gradient of `b`, too, and is an operand of the next matmul."""
+    first, second, x = Summed(), Summed(), jax.random.normal(jax.random.key(0), (8, 4))
+    params = [block.init(jax.random.key(number), x, x) for number, block in enumerate((first, second))]
+
+    def loss(params: Any) -> Any:
+        h = first.apply(params[0], x, jnp.sin(x))
+        return jnp.sum(second.apply(params[1], h, jnp.sin(h)) ** 2)
+
+    assert_same(jax.jit(jax.grad(rj.checkpoint_blocks(loss, {Summed: "offload_inputs"})))(params), jax.grad(loss)(params))
 
 
 @pytest.mark.parametrize("around", ["scan", "jit in scan", "vmap in scan", "checkpoint in scan", "cond in scan", "while"])

@@ -12,7 +12,7 @@ array would be in device memory.
 
 XLA:TPU drops barriers, but only after it has chosen layouts and fusions. An array of the size of the attention probabilities
 that passes through a barrier is copied to another layout, which costs more memory than the offload frees. So on a TPU such a
-barrier holds only finished w̄ and the matmul's operands.
+barrier holds only w̄ that are two matmuls old, if there are any, and the matmul's operands.
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ class _Order:
             del self._made[var]
         alive = [var for var in self._travelling if var not in self._leaving and self._last_use.get(var, -1) >= index]
         held = list(dict.fromkeys([*waited_for, *alive])) if waited_for else []
-        return _Barrier(held, [held.index(var) for var in dict.fromkeys([*late, *operands]) if late])
+        on_tpu = {*late, *operands} if late else set()
+        return _Barrier(held, [place for place, var in enumerate(held) if var in on_tpu])
 
     def after(self, index: int, eqn: JaxprEqn) -> None:
         """Record the outputs of equation `index`."""

@@ -23,7 +23,7 @@ from remat_jax.memory.compile.devices import check_devices, host_shortage, measu
 from remat_jax.memory.compile.exporting import export_step
 from remat_jax.memory.compile.options import DEFAULT_TIMEOUT, check_timeout
 from remat_jax.memory.compile.process import Children
-from remat_jax.memory.compile.sizes import Sizes
+from remat_jax.memory.compile.sizes import MEMORY_ONLY, Sizes
 from remat_jax.memory.receipt import receipt_of
 from remat_jax.memory.report import MemoryReport
 from remat_jax.memory.residuals import ResidualTable, kept_residuals, residuals
@@ -65,7 +65,8 @@ def measure(
         use `jax.jit(step, compiler_options=report.compiler_options)`. None means XLA's own limit, on a GPU about 76 % of device
         memory; a larger `memory_limit` has no effect.
       memory_only: for a TPU, end the compilation once the memory is known, usually after seconds. The time is then unknown; it
-        needs the machine code, which takes minutes.
+        needs the machine code, which takes minutes. A step that is refused later, such as a kernel that exceeds the memory of
+        the core, is then not noticed.
 
     Raises:
       TargetError: the target is unknown, XLA cannot compile for it, or it is `"attached"` and this machine has no GPU.
@@ -128,7 +129,7 @@ def measure_many(
         cached.update((key, report) for key, report in known.items() if not report.unfinished)
     without = known.get((off, settings))
     made = [_with_effect(known[policy, settings], None if is_off(policy) else without) for policy in checked]
-    return [replace(report, no_time="") if memory_only and report.unfinished else report for report in made]
+    return [replace(report, no_time=MEMORY_ONLY) if memory_only and report.unfinished else report for report in made]
 
 
 def _with_effect(report: MemoryReport, without: MemoryReport | None) -> MemoryReport:

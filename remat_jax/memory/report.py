@@ -9,7 +9,7 @@ from typing import Any
 from remat_jax.apply.blocks import replaced_text
 from remat_jax.memory.advice import SHOWN, Advice
 from remat_jax.memory.compile.options import GRAPHS
-from remat_jax.memory.compile.sizes import REFUSED, UNFINISHED
+from remat_jax.memory.compile.sizes import MEMORY_ONLY, REFUSED, UNFINISHED
 from remat_jax.memory.hlo.copies import Copies, Overlap
 from remat_jax.memory.hlo.live import LiveBuffer
 from remat_jax.memory.residuals import SHOWN_SHARED, SharedInput
@@ -79,8 +79,8 @@ class MemoryReport:
         limit, if it is below XLA's own; and, for a scan that offloads, the option with which its copies overlap compute on a
         GPU. Empty if neither is needed.
       seconds: the estimated time of the compiled schedule, with copies and collectives, at the rates that programs reach on the
-        target. None for the target `cpu`, if a rate is unknown, if the compiler refuses the step, and if the timeout ended a
-        compilation for a TPU after the memory was known; `no_time` gives the reason.
+        target. None for the target `cpu`, if a rate is unknown, if the compiler refuses the step, and if a compilation for a
+        TPU was ended once the memory was known, by the timeout or because only that was asked for; `no_time` gives the reason.
       compute_seconds: the part of `seconds` in which compute runs. In the rest, compute waits for copies and collectives.
       exchanges: the bytes, the time and the overlap of the collectives; None if there are none, or `seconds` is None.
       untimed: opcodes and `custom_call_target`s whose arithmetic is unknown to the estimate, which counts only their bytes.
@@ -141,14 +141,15 @@ class MemoryReport:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the timeout ended the compilation after the memory was known, so that no time is known."""
-        return self.no_time == UNFINISHED
+        """Whether the compilation was ended once the memory was known, so that no time is known."""
+        return self.no_time in (UNFINISHED, MEMORY_ONLY)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """All warnings. A missing time on the CPU is not a warning, because no CPU step has a time."""
+        """All warnings. A missing time is none on the CPU, where no step has a time, and if only the memory was asked for."""
         offload = self.receipt.warnings if self.receipt else ()
-        no_time = f"no step time: {self.no_time}" if self.no_time and self.target != "cpu" else ""
+        is_expected = self.target == "cpu" or self.no_time == MEMORY_ONLY
+        no_time = f"no step time: {self.no_time}" if self.no_time and not is_expected else ""
         return tuple(
             filter(
                 None, (self.policy_warning, self.effect_warning, *offload, self.host_warning, self.compiler_warning, no_time)

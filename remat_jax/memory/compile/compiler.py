@@ -41,7 +41,7 @@ def compile_programs(
 
     Args:
       timeout: the limit in seconds for all programs together. Sizes that are known although a compilation was ended are
-        returned (`Sizes.unfinished`), and not cached.
+        returned (`Sizes.unfinished`), and cached for when they are enough.
       memory_limit: a device memory limit for XLA in bytes (`options.py`).
       on_done: called with each key when its sizes are known; perhaps in another thread.
       kernels: compiled GPU kernels to reuse, from earlier calls for the same target with the same options.
@@ -55,25 +55,30 @@ def compile_programs(
     tell = on_done or (lambda key: None)
     limits = {program.key: backend.limit_options(memory_limit, target, program.held_bytes) for program in programs}
     options = {key: (compiler_options or {}) | limit for key, limit in limits.items()}
-    digests = {program.key: cache.digest(program, target, options[program.key], CHILD) for program in programs}
-    sizes: dict[str, Sizes] = {}
-    new: dict[str, ExportedProgram] = {}
-    for program in programs:
-        digest = digests[program.key]
-        if cached := cache.read(digest, target, Sizes):
-            sizes[digest] = cached
-            tell(program.key)
-        else:
-            new.setdefault(digest, program)  # equal programs are compiled once
+    digests, unfinished = (
+        {program.key: cache.digest(program, target, options[program.key] | more, CHILD) for program in programs}
+        for more in ({}, {"unfinished": True})
+    )
 
     def enough(key: str) -> bool:
         return all(is_enough(other) for other, digest in digests.items() if digest == digests[key])
 
+    sizes: dict[str, Sizes] = {}
+    new: dict[str, ExportedProgram] = {}
+    for program in programs:
+        digest = digests[program.key]
+        cached = cache.read(digest, target, Sizes)
+        if cached is None and enough(program.key):
+            cached = cache.read(unfinished[program.key], target, Sizes)
+        if cached is not None:
+            sizes[digest] = cached
+            tell(program.key)
+        else:
+            new.setdefault(digest, program)  # equal programs are compiled once
     if new:
         for key, compiled in _compiled(list(new.values()), target, timeout, options, tell, kernels, children, enough):
             sizes[digests[key]] = replace(compiled, limit_options=limits[key])
-            if not compiled.unfinished:
-                cache.write(digests[key], target, sizes[digests[key]])
+            cache.write((unfinished if compiled.unfinished else digests)[key], target, sizes[digests[key]])
         for key, digest in digests.items():
             if digest in new and new[digest].key != key:
                 tell(key)
@@ -176,10 +181,11 @@ def _answers(
     environment, for_all = backend.environment(target), backend.call_options(folder)
     ends = time.monotonic() + timeout
     running, answered = children or Children(), set[str]()
-    # A process compiles one part of the entries. What may be ended is a part of its own, so that nothing else ends with it.
-    alone = [entry for entry in entries if is_enough(entry["key"])]
+    # A process compiles one part of the entries. What may be ended is a part of its own, so that nothing else ends with it, and
+    # comes first, because it takes seconds.
+    alone = [entry for entry in entries if backend.knows_memory_early and is_enough(entry["key"])]
     others = [entry for entry in entries if entry not in alone]
-    parts = [part for number in range(side_by_side) if (part := others[number::side_by_side])] + [[entry] for entry in alone]
+    parts = [[entry] for entry in alone] + [part for number in range(side_by_side) if (part := others[number::side_by_side])]
 
     def told(answer: dict[str, Any]) -> None:
         answered.add(answer["key"])
@@ -212,6 +218,8 @@ def _answers(
         return {key: answer for part in parts for key, answer in run(part).items()}
     with ThreadPoolExecutor(side_by_side) as pool, running:
         futures = [pool.submit(run, part) for part in parts]
-        ended, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        ended, waiting = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in waiting:
+            future.cancel()
         # Read finished parts first, so that a failure is raised at once and the other processes are killed.
         return {key: answer for future in (*ended, *futures) for key, answer in future.result().items()}

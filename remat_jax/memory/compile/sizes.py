@@ -14,7 +14,9 @@ from remat_jax.memory.step_time.schedule import StepTime
 REFUSED = "the step does not fit"
 """`Sizes.no_time` of a step that the compiler refuses because it does not fit the device."""
 UNFINISHED = "the compilation was ended once the memory was known, before the machine code"
-"""`Sizes.no_time` of a step whose memory is known although its compilation did not end in time."""
+"""`Sizes.no_time` of a step whose compilation was ended by the timeout, or because its memory was enough."""
+MEMORY_ONLY = "only the memory was asked for"
+"""`MemoryReport.no_time` of such a step if only its memory was asked for."""
 
 _UNTILED = (
     "a matmul fits none of the Triton tiles that XLA assumes without a GPU, so the step was compiled without Triton matmuls "

@@ -50,6 +50,7 @@ class Backend(abc.ABC):
         there than as it was compiled here.
       same_everywhere: whether each machine gets the same sizes, so that they are cached on disk.
       stack_passes: how often a scan passes over the bytes of an array to stack it for the backward pass.
+      knows_memory_early: whether the sizes are known long before a compilation ends (`knows_memory`).
       fuses_into_matmuls: whether elementwise operations fuse into the matmul that reads their result.
     """
 
@@ -62,6 +63,7 @@ class Backend(abc.ABC):
     same_everywhere: ClassVar[bool] = True
     # Zeros fill the stack, the array is read, and it is written into the stack.
     stack_passes: ClassVar[int] = 3
+    knows_memory_early: ClassVar[bool] = False
     fuses_into_matmuls: ClassVar[bool] = False
 
     @abc.abstractmethod

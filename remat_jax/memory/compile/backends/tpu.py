@@ -44,6 +44,7 @@ class TpuBackend(Backend):
     limit_option = LimitOption("xla_tpu_max_hbm_size_mib", 2**30)
     # The kernel that computes an array writes it into the stack, which nothing fills before.
     stack_passes = 0
+    knows_memory_early = True
     fuses_into_matmuls = True
 
     def require(self, target: Target) -> None:
